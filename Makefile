@@ -1,0 +1,64 @@
+# Each target does its own set-up in .venv; `make` alone lists them.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+DEMO_MODEL ?= smollm2-135m-instruct
+LAB_ARGS   ?=
+# test processes side by side; each runs torch on one thread
+WORKERS    ?= 2
+PYTEST     := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo lab test test-slow test-gpu check lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.core ## run one model with both runners, switch by switch, and compare
+	$(BIN)/mrv2 compare --model $(DEMO_MODEL)
+
+lab: $(if $(wildcard notebooks),$(VENV)/.notebook) ## open the notebooks in JupyterLab
+	@test -d notebooks || { echo "there is no folder notebooks/ in this checkout yet: nothing to open" >&2; exit 1; }
+	$(BIN)/jupyter lab $(LAB_ARGS) notebooks
+
+# the group that needs the cores to itself may be empty, which pytest reports as exit status 5
+test: lint ## every check, then every test that needs no GPU
+	$(PYTEST) -q -m "serial and not gpu and not slow" || [ $$? -eq 5 ]
+	$(PYTEST) -q -m "not serial and not gpu and not slow" -n $(WORKERS) --dist loadfile
+
+test-slow: $(VENV)/.test ## the tests left out of `make test` for their length
+	$(PYTEST) -q -m "slow and not gpu"
+
+test-gpu: $(VENV)/.test ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu
+
+check: lint ## formatting, lint, types and house rules, without the other tests
+	$(PYTEST) -q tests/checks
+
+lint: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.test ## rewrite the sources as `make check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info workbench/*.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, not " \
+	  + sys.version.split()[0] + "; choose one with `make PYTHON=...`")'
+	$(PYTHON) -m venv $(VENV)
+
+# a stamp for each set of extras, renewed when pyproject.toml changes
+$(VENV)/.core: pyproject.toml | $(BIN)/python
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.test $(VENV)/.notebook: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[$*]'
+	@touch $@

@@ -1,0 +1,248 @@
+"""Paged attention of a mixed batch: prefill chunks, decodes and whatever lies between, in one launch.
+
+A program owns a block of consecutive queries of one request and one KV head; the heads of the group
+that share it are packed beside the queries (row = query * group + head).  It finds its request by
+binary search: request b owns the programs from query_start_loc[b] // BLOCK_Q + b on, which leaves at
+least ceil(query_len / BLOCK_Q) for each, so the grid depends on padded sizes alone.
+
+Query i of a request stands at position seq_len - query_len + i and sees the keys up to there.
+
+Legend: T_pad / B_pad = tokens / requests with padding, NB = blocks, BS = block size, MB = blocks a
+row, Hq / Hkv = query / KV heads, D = head size.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from mrv2_kernels._dispatch import dispatch
+from mrv2_kernels._triton import tl, triton
+from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.attention._reference import attend_paged
+from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs
+
+
+@triton.jit
+def _find_request(query_start_loc_ptr, num_requests, program, BLOCK_Q: tl.constexpr):
+    """Return the last request whose first program is not after `program`."""
+    low = 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle
+        if first <= program:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _paged_attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    q_stride,
+    out_stride,
+    table_stride,
+    num_requests,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = _find_request(query_start_loc_ptr, num_requests, program, BLOCK_Q)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    first_query = (program - (query_start // BLOCK_Q + request)) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_position = seq_len - query_len + first_query
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    queries = first_query + rows // GROUP
+    # BLOCK_M need not be a multiple of GROUP: the last rows may belong to the next program
+    in_block = (rows < BLOCK_Q * GROUP) & (queries < query_len)
+    mask = in_block[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (query_start + queries).to(tl.int64)
+    columns = (kv_head * GROUP + rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + tokens[:, None] * q_stride + columns, mask=mask, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    last_visible = first_position + rows // GROUP
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
+    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
+
+    # tiles that the first query, hence every query, sees whole; then the ones around the diagonal
+    num_whole = (first_position + 1) // BLOCK_N * BLOCK_N
+    stop = tl.minimum(first_position + BLOCK_Q, seq_len)
+    acc, row_max, row_sum = attend_tiles(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        last_visible,
+        k_ptr,
+        v_ptr,
+        table_ptr,
+        0,
+        num_whole,
+        scale_log2,
+        NUM_KV_HEADS * HEAD_DIM,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        False,
+        PRECISION,
+    )
+    acc, row_max, row_sum = attend_tiles(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        last_visible,
+        k_ptr,
+        v_ptr,
+        table_ptr,
+        num_whole,
+        stop,
+        scale_log2,
+        NUM_KV_HEADS * HEAD_DIM,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        True,
+        PRECISION,
+    )
+    # an empty context has row_sum 0 and yields zeros
+    acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    tl.store(out_ptr + tokens[:, None] * out_stride + columns, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _tile_shape(dtype: torch.dtype, group: int, max_query_len: int) -> TileShape:
+    smallest = max(16, triton.next_power_of_2(group))
+    wanted = triton.next_power_of_2(min(max_query_len, 128) * group)
+    if dtype == torch.float32:
+        return TileShape(max(smallest, min(wanted, 32)), block_n=32, num_warps=4, num_stages=1)
+    block_m = max(smallest, min(wanted, 128))
+    return TileShape(block_m, block_n=64, num_warps=8 if block_m >= 128 else 4, num_stages=3)
+
+
+def paged_attention_triton(
+    # [T_pad, Hq, D], token stride free
+    q: torch.Tensor,
+    # [NB, BS, Hkv, D], contiguous
+    k_cache: torch.Tensor,
+    # [NB, BS, Hkv, D], contiguous
+    v_cache: torch.Tensor,
+    # [B_pad, MB] int32
+    block_tables: torch.Tensor,
+    # [B_pad + 1] int32, constant over padding requests
+    query_start_loc: torch.Tensor,
+    # [B_pad] int32, tokens in the cache including this step's
+    seq_lens: torch.Tensor,
+    # [T_pad, Hq, D], token stride free; rows of no request are left as they are
+    out: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+) -> None:
+    """Write the causal attention of every scheduled token over its request's cached context.
+
+    `max_query_len` (an upper bound) only picks the tile shape.  Raises `ValueError` for float64 (only
+    the torch twin computes that) and for layouts that the kernel cannot read.
+    """
+    check_inputs("paged_attention", q, k_cache, v_cache, out)
+    num_tokens, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_requests = seq_lens.shape[0]
+    if num_tokens == 0 or num_requests == 0:
+        return
+    group = num_heads // num_kv_heads
+    shape = _tile_shape(q.dtype, group, max_query_len)
+    num_programs = triton.cdiv(num_tokens, shape.block_m // group) + num_requests
+    _paged_attention_kernel[(num_programs, num_kv_heads)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        query_start_loc,
+        seq_lens,
+        out,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        num_requests,
+        scale * LOG2_E,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        PRECISION="ieee",
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+
+
+def paged_attention_torch(
+    # [T_pad, Hq, D]
+    q: torch.Tensor,
+    # [NB, BS, Hkv, D]
+    k_cache: torch.Tensor,
+    # [NB, BS, Hkv, D]
+    v_cache: torch.Tensor,
+    # [B_pad, MB] int32
+    block_tables: torch.Tensor,
+    # [B_pad + 1] int32
+    query_start_loc: torch.Tensor,
+    # [B_pad] int32
+    seq_lens: torch.Tensor,
+    # [T_pad, Hq, D]
+    out: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+) -> None:
+    """Reference of `paged_attention`, the implementation of the host backend."""
+    lengths = seq_lens.tolist()
+    starts = query_start_loc[: len(lengths) + 1].tolist()
+    query_lens = [stop - start for start, stop in pairwise(starts)]
+    attend_paged(q, k_cache, v_cache, block_tables, starts[:-1], query_lens, lengths, out, scale)
+
+
+paged_attention = dispatch(paged_attention_triton, paged_attention_torch)
+
+
+def aot_cases() -> list[AotCase]:
+    """Return a representative signature of each kernel of this module."""
+    signature: dict[str, str] = {"scale_log2": "fp32"}
+    signature |= dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), "*bf16")
+    signature |= dict.fromkeys(("block_tables_ptr", "query_start_loc_ptr", "seq_lens_ptr"), "*i32")
+    signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "num_requests"), "i32")
+    shape = _tile_shape(torch.bfloat16, group=2, max_query_len=1024)
+    constants: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "BLOCK_D": 128}
+    constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "PRECISION": "ieee"}
+    return [AotCase(_paged_attention_kernel, signature, constants, num_warps=shape.num_warps)]

@@ -1,0 +1,109 @@
+"""RMS norm, optionally fused with the residual addition before it.
+
+    s = x + residual            (rounded to the dtype of x, as the unfused addition would)
+    out = s / sqrt(mean(s^2) + eps) * weight
+
+Sums are fp64 for fp64 input, else fp32; the result is rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mrv2_kernels._dispatch import dispatch
+from mrv2_kernels._numerics import accumulator_dtype
+from mrv2_kernels._triton import tl, triton
+from mrv2_kernels.aot_case import AotCase
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    summed_ptr,
+    x_stride,
+    residual_stride,
+    hidden_size,
+    EPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    cols = tl.arange(0, BLOCK)
+    mask = cols < hidden_size
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(ACC)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(ACC)
+        summed = (x + residual).to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + row * hidden_size + cols, summed, mask=mask)
+        x = summed.to(ACC)
+    inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / hidden_size + EPS)
+    out = x * inverse_rms * weight
+    tl.store(out_ptr + row * hidden_size + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm_triton(
+    # [T, H], row stride free
+    x: torch.Tensor,
+    # [H]
+    weight: torch.Tensor,
+    eps: float,
+    # [T, H], row stride free
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm [T, H]; with `residual`, the pair (norm, x + residual), both new tensors."""
+    num_rows, hidden_size = x.shape
+    assert x.stride(1) == 1, f"rms_norm needs contiguous rows, got strides {x.stride()}"
+    out = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
+    summed = out if residual is None else torch.empty_like(out)
+    if num_rows == 0:
+        return out if residual is None else (out, summed)
+    source = x if residual is None else residual
+    assert source.stride(1) == 1, f"rms_norm needs contiguous residual rows, got strides {source.stride()}"
+    block = triton.next_power_of_2(hidden_size)
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        source,
+        weight,
+        out,
+        summed,
+        x.stride(0),
+        source.stride(0),
+        hidden_size,
+        EPS=eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 256, 1), 8),
+    )
+    return out if residual is None else (out, summed)
+
+
+def rms_norm_torch(
+    # [T, H]
+    x: torch.Tensor,
+    # [H]
+    weight: torch.Tensor,
+    eps: float,
+    # [T, H]
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `rms_norm`, the implementation of the host backend."""
+    summed = x if residual is None else x + residual
+    acc = summed.to(accumulator_dtype(x.dtype))
+    out = torch.nn.functional.rms_norm(acc, acc.shape[-1:], weight.to(acc.dtype), eps).to(x.dtype)
+    return out if residual is None else (out, summed)
+
+
+rms_norm = dispatch(rms_norm_triton, rms_norm_torch)
+
+
+def aot_cases() -> list[AotCase]:
+    """Return a representative signature of each kernel of this module."""
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "summed_ptr"), "*bf16")
+    sizes = {"x_stride": "i32", "residual_stride": "i32", "hidden_size": "i32"}
+    constants: dict[str, object] = {"EPS": 1e-6, "HAS_RESIDUAL": True, "BLOCK": 1024}
+    return [AotCase(_rms_norm_kernel, pointers | sizes, constants)]

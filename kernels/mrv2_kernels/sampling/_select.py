@@ -1,0 +1,129 @@
+"""Device functions that find thresholds in one row of logits without sorting it.
+
+One program owns a row and sweeps it in blocks.  The first sweep keeps the maximum of each lane
+(tokens with equal id modulo BLOCK).  The j-th largest lane maximum bounds the j-th largest logit from
+below, so a second sweep can compact the few logits at or above it into scratch memory, where an exact
+bisection is cheap.  If they do not fit, the same bisection sweeps the whole row.
+
+The bisection snaps its bounds to values that occur, so it ends on an exact logit, ties included.
+"""
+
+from __future__ import annotations
+
+from mrv2_kernels._triton import tl, triton
+
+
+@triton.jit
+def lane_maxima(row_ptr, vocab, lanes_ptr, BLOCK: tl.constexpr):
+    """Store the lane maxima; return the row's maximum and whether it holds NaN."""
+    acc: tl.constexpr = lanes_ptr.dtype.element_ty
+    lane_max = tl.full([BLOCK], float("-inf"), acc)
+    lane = tl.arange(0, BLOCK)
+    for base in range(0, vocab, BLOCK):
+        logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(acc)
+        lane_max = tl.maximum(lane_max, logits, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(lanes_ptr + lane, lane_max)
+    has_nan = tl.max((lane_max != lane_max).to(tl.int32), axis=0) > 0
+    tl.debug_barrier()
+    return tl.max(lane_max, axis=0), has_nan
+
+
+@triton.jit
+def lane_floor(lanes_ptr, top, rank, BLOCK: tl.constexpr):
+    """Return a logit that at least `rank` but not many more lanes reach, and how many lanes reach it.
+
+    If fewer than `rank` lanes are finite it is the lowest finite one.
+    """
+    lanes = tl.load(lanes_ptr + tl.arange(0, BLOCK))
+    floor = tl.min(tl.where(lanes > float("-inf"), lanes, top), axis=0)
+    reaching = tl.sum((lanes >= floor).to(tl.int32), axis=0)
+    ceiling = top
+    while (floor < ceiling) & (reaching > rank + rank // 4 + 8):
+        middle = floor * 0.5 + ceiling * 0.5
+        middle = tl.where(middle > floor, tl.minimum(middle, ceiling), ceiling)
+        is_above = lanes >= middle
+        count = tl.sum(is_above.to(tl.int32), axis=0)
+        if count >= rank:
+            floor = tl.min(tl.where(is_above, lanes, top), axis=0)
+            reaching = count
+        else:
+            ceiling = tl.max(tl.where(is_above, float("-inf"), lanes), axis=0)
+    return floor, reaching
+
+
+@triton.jit
+def collect(
+    row_ptr, vocab, top, floor, reference, values_ptr, ids_ptr, WITH_IDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compact the logits at or above `floor`, in id order, into at most BLOCK entries of scratch.
+
+    Returns their number (also if they do not fit), their mass, the row's mass (``sum(exp(x - top))``)
+    and the number of logits at or above `reference`.
+    """
+    acc: tl.constexpr = values_ptr.dtype.element_ty
+    lane = tl.arange(0, BLOCK)
+    num_found = 0
+    num_reached = tl.zeros([BLOCK], tl.int32)
+    found_mass = tl.zeros([BLOCK], acc)
+    row_mass = tl.zeros([BLOCK], acc)
+    for base in range(0, vocab, BLOCK):
+        token = base + lane
+        logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(acc)
+        mass = tl.exp(logits - top)
+        is_found = (logits >= floor) & (token < vocab)
+        row_mass += mass
+        found_mass += tl.where(is_found, mass, 0.0)
+        if WITH_IDS:
+            num_reached += ((logits >= reference) & (token < vocab)).to(tl.int32)
+        count = tl.sum(is_found.to(tl.int32), axis=0)
+        if (count > 0) & (num_found + count <= BLOCK):
+            place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
+            tl.store(values_ptr + place, logits, mask=is_found)
+            if WITH_IDS:
+                tl.store(ids_ptr + place, token.to(acc), mask=is_found)
+        num_found += count
+    tl.debug_barrier()
+    return num_found, tl.sum(found_mass, axis=0), tl.sum(row_mass, axis=0), tl.sum(num_reached, axis=0)
+
+
+@triton.jit
+def bisect(ptr, length, floor, top, target, USE_MASS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest value v with ``weight(x >= v) >= target``, known to lie in [floor, top].
+
+    The weight of a logit is 1, or its mass ``exp(x - top)`` with USE_MASS.
+    """
+    lane = tl.arange(0, BLOCK)
+    low = floor
+    high = top
+    while low < high:
+        middle = low * 0.5 + high * 0.5
+        middle = tl.where(middle > low, tl.minimum(middle, high), high)
+        weights = tl.zeros([BLOCK], ACC)
+        above = tl.full([BLOCK], float("inf"), ACC)
+        below = tl.full([BLOCK], float("-inf"), ACC)
+        for base in range(0, length, BLOCK):
+            logits = tl.load(ptr + base + lane, mask=base + lane < length, other=float("-inf")).to(ACC)
+            is_above = logits >= middle
+            weights += tl.where(is_above, tl.exp(logits - top) if USE_MASS else 1.0, 0.0)
+            above = tl.minimum(above, tl.where(is_above, logits, float("inf")))
+            below = tl.maximum(below, tl.where(is_above, float("-inf"), logits))
+        if tl.sum(weights, axis=0) >= target:
+            low = tl.min(above, axis=0)
+        else:
+            high = tl.max(below, axis=0)
+    return tl.minimum(low, high)
+
+
+@triton.jit
+def tally(ptr, length, value, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return mass and number of the logits above `value`, and the number equal to it."""
+    lane = tl.arange(0, BLOCK)
+    mass = tl.zeros([BLOCK], ACC)
+    num_above = tl.zeros([BLOCK], tl.int32)
+    num_ties = tl.zeros([BLOCK], tl.int32)
+    for base in range(0, length, BLOCK):
+        logits = tl.load(ptr + base + lane, mask=base + lane < length, other=float("-inf")).to(ACC)
+        mass += tl.where(logits > value, tl.exp(logits - top), 0.0)
+        num_above += (logits > value).to(tl.int32)
+        num_ties += (logits == value).to(tl.int32)
+    return tl.sum(mass, axis=0), tl.sum(num_above, axis=0), tl.sum(num_ties, axis=0)

@@ -1,0 +1,210 @@
+"""Keep the k most likely tokens, then the smallest set of them that holds mass p; mask the rest in place.
+
+Tokens are ranked by (logit descending, id ascending).  Top-k keeps exactly the first k.  Top-p takes
+the softmax over what top-k kept and keeps the shortest prefix whose mass reaches p, at least one token:
+a token stays if the mass before it is below p.  Ties at either border therefore keep the lowest ids.
+
+Both twins keep the same tokens, except where the mass before a token equals p to within the rounding
+of a sum (float32 in the kernel, float64 in the reference).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mrv2_kernels._dispatch import dispatch
+from mrv2_kernels._numerics import accumulator_dtype
+from mrv2_kernels._triton import tl, triton
+from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.sampling._select import bisect, collect, lane_floor, lane_maxima, tally
+
+_BLOCK = 4096
+_NUM_WARPS = 16
+
+
+@triton.jit
+def _threshold(ptr, length, floor, top, row_mass, top_k, top_p, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the smallest kept logit, how many of its ties are kept, and how many there are."""
+    value = floor
+    kept_mass = row_mass
+    quota = 1 << 30
+    num_ties = 0
+    if top_k > 0:
+        value = bisect(ptr, length, floor, top, top_k, False, ACC, BLOCK)
+        mass, num_above, num_ties = tally(ptr, length, value, top, ACC, BLOCK)
+        quota = top_k - num_above
+        kept_mass = mass + quota.to(ACC) * tl.exp(value - top)
+    if top_p < 1.0:
+        target = top_p.to(ACC) * kept_mass
+        border = bisect(ptr, length, value, top, target, True, ACC, BLOCK)
+        mass, num_above, num_ties = tally(ptr, length, border, top, ACC, BLOCK)
+        need = tl.ceil((target - mass) / tl.exp(border - top))
+        need = tl.maximum(tl.minimum(need, 1073741824.0), 1.0).to(tl.int32)
+        quota = tl.where(border == value, tl.minimum(quota, need), need)
+        value = border
+    return value, quota, num_ties
+
+
+@triton.jit
+def _top_k_top_p_kernel(
+    logits_ptr,
+    logits_stride,
+    logit_slots_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    scratch_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    acc: tl.constexpr = scratch_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(logit_slots_ptr + row).to(tl.int64)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
+    top_k = tl.where(top_k < vocab, tl.maximum(top_k, 0), 0)
+    if (top_k > 0) | (top_p < 1.0):
+        row_ptr = logits_ptr + row * logits_stride
+        lanes_ptr = scratch_ptr + row * 2 * BLOCK
+        values_ptr = lanes_ptr + BLOCK
+        top, has_nan = lane_maxima(row_ptr, vocab, lanes_ptr, BLOCK)
+        if (tl.abs(top) < float("inf")) & (has_nan == 0):
+            floor, reaching = lane_floor(lanes_ptr, top, tl.where(top_k > 0, top_k, BLOCK // 4), BLOCK)
+            num_found, found_mass, row_mass, _ = collect(
+                row_ptr, vocab, top, floor, floor, values_ptr, values_ptr, False, BLOCK
+            )
+            is_enough = tl.where(top_k > 0, reaching >= top_k, found_mass >= top_p.to(acc) * row_mass)
+            if (num_found <= BLOCK) & is_enough:
+                value, quota, num_ties = _threshold(
+                    values_ptr, num_found, floor, top, row_mass, top_k, top_p, acc, BLOCK
+                )
+            else:
+                # below this distance exp() is 0, so that no mass is lost
+                reach: tl.constexpr = 750.0 if acc == tl.float64 else 105.0
+                lowest = top - reach
+                if top_k > 0:
+                    lowest, num_finite = _lowest_finite(row_ptr, vocab, top, acc, BLOCK)
+                    top_k = tl.where(num_finite > top_k, top_k, 0)
+                value, quota, num_ties = _threshold(
+                    row_ptr, vocab, lowest, top, row_mass, top_k, top_p, acc, BLOCK
+                )
+            _mask_row(row_ptr, vocab, value, quota, num_ties, acc, BLOCK)
+
+
+@triton.jit
+def _lowest_finite(row_ptr, vocab, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    lowest = tl.zeros([BLOCK], ACC) + top
+    count = tl.zeros([BLOCK], tl.int32)
+    for base in range(0, vocab, BLOCK):
+        logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(ACC)
+        is_finite = logits > float("-inf")
+        lowest = tl.minimum(lowest, tl.where(is_finite, logits, top))
+        count += is_finite.to(tl.int32)
+    return tl.min(lowest, axis=0), tl.sum(count, axis=0)
+
+
+@triton.jit
+def _mask_row(row_ptr, vocab, value, quota, num_ties, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    if quota >= num_ties:
+        for base in range(0, vocab, BLOCK):
+            ptrs = row_ptr + base + lane
+            logits = tl.load(ptrs, mask=base + lane < vocab, other=float("inf")).to(ACC)
+            tl.store(ptrs, float("-inf"), mask=logits < value)
+    else:
+        num_seen = 0
+        for base in range(0, vocab, BLOCK):
+            ptrs = row_ptr + base + lane
+            logits = tl.load(ptrs, mask=base + lane < vocab, other=float("inf")).to(ACC)
+            is_tie = logits == value
+            rank = num_seen + tl.cumsum(is_tie.to(tl.int32), axis=0)
+            tl.store(ptrs, float("-inf"), mask=(logits < value) | (is_tie & (rank > quota)))
+            num_seen += tl.sum(is_tie.to(tl.int32), axis=0)
+
+
+def apply_top_k_top_p_triton(
+    # [N, V] any float dtype, any row stride, in and out
+    logits: torch.Tensor,
+    # [N] int32: row of the request state
+    logit_slots: torch.Tensor,
+    # [R] int32, 0 = off
+    top_k: torch.Tensor,
+    # [R] float32, 1 = off
+    top_p: torch.Tensor,
+) -> None:
+    """Set what top-k, then top-p, drop to -inf; at least one token stays.
+
+    Rows with both off, and rows whose maximum is not finite or that hold NaN, are not touched.
+    """
+    assert logits.stride(1) == 1, f"logits have inner stride {logits.stride(1)}: their rows must be contiguous"
+    num_rows, vocab = logits.shape
+    if num_rows == 0:
+        return
+    scratch = torch.empty(num_rows, 2, _BLOCK, dtype=accumulator_dtype(logits.dtype), device=logits.device)
+    _top_k_top_p_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        logit_slots,
+        top_k,
+        top_p,
+        scratch,
+        vocab,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def apply_top_k_top_p_torch(
+    # [N, V] any float dtype, any row stride, in and out
+    logits: torch.Tensor,
+    # [N] int32: row of the request state
+    logit_slots: torch.Tensor,
+    # [R] int32, 0 = off
+    top_k: torch.Tensor,
+    # [R] float32, 1 = off
+    top_p: torch.Tensor,
+) -> None:
+    """Torch reference of `apply_top_k_top_p`."""
+    num_rows, vocab = logits.shape
+    k, p = top_k[logit_slots], top_p[logit_slots]
+    k = torch.where((k <= 0) | (k >= vocab), vocab, k)
+    rows = ((k < vocab) | (p < 1.0)).nonzero().squeeze(1)
+    if rows.shape[0] == 0:
+        return
+    chosen = logits[rows].to(accumulator_dtype(logits.dtype))
+    k, p = k[rows].unsqueeze(1), p[rows].unsqueeze(1).double()
+    sorted_logits, ids = chosen.sort(dim=1, descending=True, stable=True)
+    kept = torch.arange(vocab, device=logits.device) < k
+    mass = (sorted_logits - sorted_logits[:, :1]).exp().double() * kept
+    total = mass.cumsum(dim=1)
+    within = total - mass < p * total[:, -1:]
+    within[:, 0] = True
+    kept &= within | (p >= 1.0)
+    # NaN sorts first, so that one look at the first column finds NaN, +inf and all -inf
+    kept |= ~sorted_logits[:, :1].isfinite()
+    dropped = torch.empty_like(kept).scatter_(1, ids, ~kept)
+    logits[rows] = logits[rows].masked_fill_(dropped, float("-inf"))
+
+
+apply_top_k_top_p = dispatch(apply_top_k_top_p_triton, apply_top_k_top_p_torch)
+
+
+def aot_cases() -> list[AotCase]:
+    """Return the specialisations that are compiled ahead of time."""
+    return [
+        AotCase(
+            kernel=_top_k_top_p_kernel,
+            signature={
+                "logits_ptr": f"*{dtype}",
+                "logits_stride": "i32",
+                "logit_slots_ptr": "*i32",
+                "top_k_ptr": "*i32",
+                "top_p_ptr": "*fp32",
+                "scratch_ptr": "*fp64" if dtype == "fp64" else "*fp32",
+                "vocab": "i32",
+            },
+            constexprs={"BLOCK": _BLOCK},
+            num_warps=_NUM_WARPS,
+        )
+        for dtype in ("bf16", "fp32", "fp64")
+    ]

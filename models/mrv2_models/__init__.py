@@ -1,0 +1,1 @@
+"""What differs from model to model: configs, weights, layers, families and their state."""

@@ -1,0 +1,143 @@
+"""Attention over the paged cache: what a step tells it, and the choice of kernel.
+
+Legend: B_pad requests and T_pad tokens of the padded step, MB blocks per row, NB blocks, BS block size,
+Hq / Hkv query / KV heads of this rank, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_decode
+from mrv2_kernels.attention.kv_write import write_kv
+from mrv2_kernels.attention.paged import paged_attention
+
+AttentionBackend = Literal["triton", "sdpa"]
+# what the split-KV choice assumes where there is no GPU to ask
+DEFAULT_NUM_SMS = 132
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionMetadata:
+    """One step as attention sees it; tensors are persistent buffers of the runner, sliced to the bucket."""
+
+    # [B_pad, MB] int32, rows of padding hold the null block 0
+    block_tables: torch.Tensor
+    # [B_pad + 1] int32, padded requests have no query
+    query_start_loc: torch.Tensor
+    # [B_pad] int32, 0 for padded requests
+    seq_lens: torch.Tensor
+    # [T_pad] int32, -1 for padded tokens
+    slot_mapping: torch.Tensor
+    # upper bound over the step, in tokens
+    max_query_len: int
+    # every request has exactly one query token, so T_pad == B_pad
+    uniform_decode: bool
+    # "triton" means our kernels, which on a CPU are their torch references
+    backend: AttentionBackend = "triton"
+    # [B + 1], only for "sdpa": query_start_loc as the host knows it, without padding
+    query_start_loc_np: np.ndarray | None = None
+    # [B], only for "sdpa": seq_lens or an upper bound of them, without padding
+    max_seq_lens_np: np.ndarray | None = None
+
+
+def attend(
+    # [T_pad, Hq, D]
+    q: torch.Tensor,
+    # [T_pad, Hkv, D]
+    k: torch.Tensor,
+    # [T_pad, Hkv, D]
+    v: torch.Tensor,
+    # [NB, BS, Hkv, D]
+    k_cache: torch.Tensor,
+    # [NB, BS, Hkv, D]
+    v_cache: torch.Tensor,
+    attn: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Write the step's keys and values, then return the causal attention ``[T_pad, Hq, D]``.
+
+    Rows of padded tokens are unspecified.  Nothing beyond ``seq_lens`` influences the result.
+    """
+    write_kv(k, v, k_cache, v_cache, attn.slot_mapping)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if attn.backend == "sdpa":
+        _sdpa(q, k_cache, v_cache, attn, out, scale)
+    elif attn.uniform_decode:
+        splits = decode_num_splits(q.shape[0], k_cache.shape[2], num_sms(q.device))
+        paged_attention_decode(
+            q, k_cache, v_cache, attn.block_tables, attn.seq_lens, out, scale=scale, num_splits=splits
+        )
+    else:
+        paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            attn.block_tables,
+            attn.query_start_loc,
+            attn.seq_lens,
+            out,
+            scale=scale,
+            max_query_len=attn.max_query_len,
+        )
+    return out
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Return the number of multiprocessors of a CUDA device, or what the CPU path pretends to have."""
+    if device.type != "cuda":
+        return DEFAULT_NUM_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _sdpa(
+    # [T_pad, Hq, D]
+    q: torch.Tensor,
+    # [NB, BS, Hkv, D]
+    k_cache: torch.Tensor,
+    # [NB, BS, Hkv, D]
+    v_cache: torch.Tensor,
+    attn: AttentionMetadata,
+    # [T_pad, Hq, D]
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    """Gather each request's blocks and call torch's attention: slow, simple, for eager steps only.
+
+    Shapes come from the host's upper bounds, masks from the device's lengths, so nothing waits.
+    """
+    if attn.query_start_loc_np is None or attn.max_seq_lens_np is None:
+        raise ValueError(
+            "attention backend 'sdpa' needs query_start_loc_np and max_seq_lens_np, which only eager steps have; "
+            "use backend='triton' under CUDA graphs"
+        )
+    block_size = k_cache.shape[1]
+    starts = attn.query_start_loc_np.tolist()
+    for request, bound in enumerate(attn.max_seq_lens_np.tolist()):
+        first, last = starts[request], starts[request + 1]
+        num_blocks = -(-bound // block_size)
+        blocks = attn.block_tables[request, :num_blocks]
+        seq_len = attn.seq_lens[request]
+        key_positions = torch.arange(num_blocks * block_size, device=q.device)
+        query_positions = seq_len - (last - first) + torch.arange(last - first, device=q.device)
+        written = (key_positions < seq_len)[:, None, None]
+        # a slot that nobody wrote may hold NaN, which a mask on the scores alone would let through
+        k, v = (
+            torch.where(written, cache[blocks].flatten(0, 1), torch.zeros((), dtype=q.dtype, device=q.device))
+            for cache in (k_cache, v_cache)
+        )
+        attended = F.scaled_dot_product_attention(
+            q[first:last].transpose(0, 1).unsqueeze(0),
+            k.transpose(0, 1).unsqueeze(0),
+            v.transpose(0, 1).unsqueeze(0),
+            attn_mask=key_positions[None, :] <= query_positions[:, None],
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        out[first:last] = attended.squeeze(0).transpose(0, 1)

@@ -1,0 +1,162 @@
+"""The decoder stack that every family shares, and the interface that runners see.
+
+Legend: T tokens, N logits rows, V vocabulary, H hidden size, Hq / Hkv heads of this rank, D head_dim.
+A forward makes no host-device synchronisation and takes no branch on device values, so it can run on
+a device worker thread or under CUDA graph capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from mrv2_models.attention import AttentionMetadata, attend
+from mrv2_models.config import ModelConfig
+from mrv2_models.kv_cache import KVCacheSpec, LayerCache
+from mrv2_models.layers import GatedMLP, Linear, Placement, RMSNorm, VocabEmbedding, WeightSource
+
+if TYPE_CHECKING:
+    from mrv2_models.model_state import ModelState
+
+
+class SelfAttention(nn.Module):
+    """Projections around paged attention; a family says how queries and keys learn their positions."""
+
+    def __init__(self, config: ModelConfig, cos_sin: torch.Tensor, place: Placement) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.num_heads = place.shard.divide(heads, "num_attention_heads")
+        self.num_kv_heads = place.shard.divide(kv_heads, "num_key_value_heads")
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        # [L, D], shared by all layers
+        self.cos_sin = cos_sin
+        qkv = {"q_proj": (heads, head_dim), "k_proj": (kv_heads, head_dim), "v_proj": (kv_heads, head_dim)}
+        bias = config.attention_bias
+        self.qkv = Linear(config.hidden_size, qkv, split="column", bias=bias, place=place)
+        self.o = Linear(heads * head_dim, {"o_proj": (config.hidden_size, 1)}, split="row", bias=bias, place=place)
+
+    # q [T, Hq, D], k [T, Hkv, D], positions [T] int32
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
+        """Apply the family's head norms and rotary embedding, in place."""
+        raise TypeError(f"{type(self).__name__} must define rotate()")
+
+    # x [T, H] -> [T, H]
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, kv_cache: LayerCache
+    ) -> torch.Tensor:
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = self.qkv(x).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
+        self.rotate(q, k, positions)
+        out = attend(q, k, v, *kv_cache, attn, self.scale)
+        return self.o(out.flatten(1))
+
+    def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
+        """Yield the checkpoint tensors under ``<prefix>``."""
+        yield from self.qkv.weight_sources(prefix)
+        yield from self.o.weight_sources(prefix)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP; additions to the residual stream are fused into the next norm."""
+
+    def __init__(self, config: ModelConfig, attention: SelfAttention, place: Placement) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.attention = attention
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, place=place)
+
+    # x, residual [T, H] -> (what to add to the residual [T, H], residual [T, H])
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        attn: AttentionMetadata,
+        kv_cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            x, residual = self.input_norm(x), x
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x = self.attention(x, positions, attn, kv_cache)
+        x, residual = self.post_norm.add(x, residual)
+        return self.mlp(x), residual
+
+    def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
+        """Yield the checkpoint tensors under ``<prefix>``."""
+        yield from self.input_norm.weight_sources(f"{prefix}.input_layernorm")
+        yield from self.attention.weight_sources(f"{prefix}.self_attn")
+        yield from self.post_norm.weight_sources(f"{prefix}.post_attention_layernorm")
+        yield from self.mlp.weight_sources(f"{prefix}.mlp")
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model over a paged cache; parameters take no gradient."""
+
+    attention_cls: ClassVar[type[SelfAttention]] = SelfAttention
+    # None = nothing is carried besides the KV cache
+    model_state_cls: ClassVar[type[ModelState] | None] = None
+
+    # cos_sin [L, D]
+    def __init__(self, config: ModelConfig, cos_sin: torch.Tensor, place: Placement) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype, self.device, self.shard = place.dtype, place.device, place.shard
+        # positions that the rotary table covers, in tokens
+        self.max_model_len = cos_sin.shape[0]
+        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, place)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, self.attention_cls(config, cos_sin, place), place)
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        tied = config.tie_word_embeddings
+        self.head = self.embed if tied else VocabEmbedding(config.vocab_size, config.hidden_size, place)
+
+    def kv_cache_specs(self, block_size: int = 16) -> list[KVCacheSpec]:
+        """Return one spec per layer; `block_size` in tokens."""
+        spec = KVCacheSpec(
+            num_kv_heads=self.shard.divide(self.config.num_key_value_heads, "num_key_value_heads"),
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            block_size=block_size,
+        )
+        return [spec] * self.config.num_hidden_layers
+
+    @torch.no_grad()
+    def forward(
+        self,
+        # [T] int32
+        input_ids: torch.Tensor,
+        # [T] int32
+        positions: torch.Tensor,
+        attn: AttentionMetadata,
+        # one (k_cache, v_cache) per layer
+        kv_caches: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """Write the step's keys and values and return the final normalised hidden states ``[T, H]``."""
+        x, residual = self.embed(input_ids), None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, positions, attn, kv_cache)
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+
+    # hidden [N, H] -> [N, V]
+    @torch.no_grad()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of `hidden` rows in the model's dtype."""
+        return self.head.project(hidden)
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        """Yield every checkpoint tensor that this rank loads, under its Hugging Face name."""
+        yield from self.embed.weight_sources("model.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer), f"layer {index} is a {type(layer).__name__}"
+            yield from layer.weight_sources(f"model.layers.{index}")
+        yield from self.norm.weight_sources("model.norm")
+        if self.head is not self.embed:
+            yield from self.head.weight_sources("lm_head")

@@ -1,0 +1,178 @@
+"""Building blocks of every family, and where their weights come from.
+
+Legend: T tokens, N logits rows, V vocabulary, H hidden size.  With more than one rank, "column" layers
+hold a part of their outputs, "row" layers a part of their inputs, embeddings a part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from mrv2_kernels.layers import rms_norm, silu_and_mul
+from torch import nn
+
+from mrv2_models.parallel import Shard, all_gather_last, all_reduce
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where parameters live: dtype, device and the rank's shard."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shard: Shard = Shard()
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """Return an uninitialised parameter that takes no gradient."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """One tensor of a checkpoint, the part of it that this rank keeps, and where that goes."""
+
+    name: str
+    # shape in the checkpoint
+    shape: tuple[int, ...]
+    # one slice per dimension
+    keep: tuple[slice, ...]
+    # view of a parameter, shaped like the kept part
+    dest: torch.Tensor
+    # distribution of random ("dummy") weights
+    mean: float
+    std: float
+
+
+class Linear(nn.Module):
+    """``x @ W.T + b`` with one or several fused outputs; a rank holds part of the outputs or of the inputs.
+
+    `outputs` maps a part's checkpoint name to ``(units, rows per unit)``; units (heads, say) are never cut.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, tuple[int, int]],
+        *,
+        split: Literal["column", "row"],
+        bias: bool,
+        place: Placement,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.outputs, self.split, self.shard = in_features, dict(outputs), split, place.shard
+        if split == "column":
+            rows = sum(self.shard.divide(units, name) * size for name, (units, size) in outputs.items())
+            columns = in_features
+        else:
+            rows = sum(units * size for units, size in outputs.values())
+            columns = self.shard.divide(in_features, f"{'+'.join(outputs)} inputs")
+        self.weight = place.parameter(rows, columns)
+        self.bias = place.parameter(rows) if bias else None
+
+    # x [T, in] -> [T, out]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.split == "column" or self.shard.world_size == 1:
+            return F.linear(x, self.weight, self.bias)
+        out = all_reduce(F.linear(x, self.weight), self.shard)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
+        """Yield the checkpoint tensors ``<prefix>.<part>.weight`` (and ``.bias``)."""
+        start = 0
+        everything = slice(None)
+        for part, (units, size) in self.outputs.items():
+            full_rows = units * size
+            if self.split == "column":
+                kept = self.shard.part(units, part)
+                rows, columns = slice(kept.start * size, kept.stop * size), everything
+            else:
+                rows, columns = everything, self.shard.part(self.in_features, part)
+            stop = start + (rows.stop - rows.start if self.split == "column" else full_rows)
+            std = self.in_features**-0.5
+            shape = (full_rows, self.in_features)
+            name = f"{prefix}.{part}" if prefix else part
+            yield WeightSource(f"{name}.weight", shape, (rows, columns), self.weight[start:stop], 0.0, std)
+            if self.bias is not None:
+                yield WeightSource(f"{name}.bias", (full_rows,), (rows,), self.bias[start:stop], 0.0, 0.1)
+            start = stop
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight``, optionally of ``x + residual``."""
+
+    def __init__(self, size: int, eps: float, place: Placement) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = place.parameter(size)
+
+    # x [T, H] -> [T, H]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = rms_norm(x, self.weight, self.eps)
+        assert isinstance(out, torch.Tensor), "rms_norm without a residual returns one tensor"
+        return out
+
+    # x, residual [T, H] -> (normalised [T, H], x + residual [T, H])
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `x` to the residual stream and normalise the sum."""
+        out = rms_norm(x, self.weight, self.eps, residual)
+        assert isinstance(out, tuple), "rms_norm with a residual returns (normalised, new residual)"
+        return out
+
+    def weight_sources(self, name: str) -> Iterator[WeightSource]:
+        """Yield the checkpoint tensor ``<name>.weight``."""
+        size = self.weight.shape[0]
+        yield WeightSource(f"{name}.weight", (size,), (slice(None),), self.weight, 1.0, 0.1)
+
+
+class VocabEmbedding(nn.Module):
+    """The table of token vectors, read by id at the bottom and multiplied at the top of a model."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, place: Placement) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size, self.shard = vocab_size, hidden_size, place.shard
+        self.rows = self.shard.part(vocab_size, "vocab_size")
+        self.weight = place.parameter(self.rows.stop - self.rows.start, hidden_size)
+
+    # input_ids [T] int32 -> [T, H]
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.shard.world_size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.rows.start
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        out = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return all_reduce(out.masked_fill_(elsewhere.unsqueeze(-1), 0.0), self.shard)
+
+    # hidden [N, H] -> [N, V]
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of every token; with several ranks each rank gets all of them."""
+        return all_gather_last(F.linear(hidden, self.weight), self.shard)
+
+    def weight_sources(self, name: str) -> Iterator[WeightSource]:
+        """Yield the checkpoint tensor ``<name>.weight``."""
+        shape = (self.vocab_size, self.hidden_size)
+        # random logits of a normalised hidden state get a standard deviation of about 3
+        std = 3.0 * self.hidden_size**-0.5
+        yield WeightSource(f"{name}.weight", shape, (self.rows, slice(None)), self.weight, 0.0, std)
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, place: Placement) -> None:
+        super().__init__()
+        gate_up = {"gate_proj": (intermediate_size, 1), "up_proj": (intermediate_size, 1)}
+        self.gate_up = Linear(hidden_size, gate_up, split="column", bias=bias, place=place)
+        self.down = Linear(intermediate_size, {"down_proj": (hidden_size, 1)}, split="row", bias=bias, place=place)
+
+    # x [T, H] -> [T, H]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))
+
+    def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
+        """Yield the three projections under ``<prefix>``."""
+        yield from self.gate_up.weight_sources(prefix)
+        yield from self.down.weight_sources(prefix)

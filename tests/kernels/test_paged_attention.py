@@ -1,0 +1,132 @@
+"""Mixed paged attention: both twins against dense float64 attention, over a poisoned cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrv2_kernels.attention import _reference
+from mrv2_kernels.attention.paged import paged_attention
+from paged_cases import UNTOUCHED, PagedCase, paged_case
+
+TWINS = ("torch", "triton")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+def _attend(twin: str, case: PagedCase) -> torch.Tensor:
+    out = case.empty_out()
+    getattr(paged_attention, twin)(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.block_tables,
+        case.query_start_loc,
+        case.seq_lens,
+        out,
+        scale=case.scale,
+        max_query_len=case.max_query_len,
+    )
+    return out
+
+
+def _check(twin: str, case: PagedCase) -> None:
+    out = _attend(twin, case)
+    tolerance = TOLERANCE[case.q.dtype]
+    num_tokens = len(case.expected)
+    torch.testing.assert_close(out[:num_tokens].double(), case.expected, rtol=tolerance, atol=tolerance)
+    assert (out[num_tokens:] == UNTOUCHED).all(), "rows of no request must stay as they were"
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, block_size",
+    [(2, 2, 64, 16), (4, 2, 128, 16), (9, 3, 64, 16), (4, 1, 64, 32), (7, 1, 64, 16), (2, 1, 96, 32)],
+)
+def test_mixed_batch_of_any_group(twin: str, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    _check(
+        twin,
+        paged_case(
+            [1, 0, 17, 5, 1],
+            [33, 0, 17, 41, 1],
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            block_size=block_size,
+            padding=2,
+        ),
+    )
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_chunked_prefill_longer_than_a_tile(twin: str) -> None:
+    _check(twin, paged_case([50, 1, 70], [115, 70, 70], num_heads=3, num_kv_heads=1, head_dim=64))
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("length", [1, 15, 16, 31, 32, 33])
+def test_edges_of_blocks_and_tiles(twin: str, length: int) -> None:
+    _check(twin, paged_case([length, 1, 2], [length, length, length + 1], num_heads=4, num_kv_heads=2, head_dim=64))
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_only_one_request(twin: str) -> None:
+    _check(twin, paged_case([6], [6], num_heads=2, num_kv_heads=1, head_dim=64))
+
+
+@pytest.mark.parametrize("twin, dtype", [("torch", torch.float64), ("torch", torch.float16), ("triton", torch.float16)])
+def test_other_dtypes(twin: str, dtype: torch.dtype) -> None:
+    _check(twin, paged_case([1, 20], [40, 25], num_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype, padding=1))
+
+
+def test_reference_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_reference, "MAX_SCORES", 1)
+    case = paged_case(
+        [40, 40, 1], [60, 40, 9], num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float64, padding=1
+    )
+    _check("torch", case)
+
+
+def test_a_request_does_not_depend_on_its_neighbours() -> None:
+    def shape(dtype: torch.dtype) -> dict[str, object]:
+        return {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype}
+
+    case = paged_case([1, 1, 9, 1], [50, 60, 30, 7], **shape(torch.float64))
+    together = _attend("torch", case)
+    starts = case.query_start_loc.tolist()
+    for request in range(4):
+        rows = slice(starts[request], starts[request + 1])
+        alone = torch.empty_like(together[rows])
+        paged_attention.torch(
+            case.q[rows],
+            case.k_cache,
+            case.v_cache,
+            case.block_tables[request : request + 1],
+            torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
+            case.seq_lens[request : request + 1],
+            alone,
+            scale=case.scale,
+            max_query_len=case.max_query_len,
+        )
+        torch.testing.assert_close(alone, together[rows], rtol=1e-13, atol=1e-13)
+
+
+def test_float64_is_refused_by_triton_with_the_remedy() -> None:
+    case = paged_case([1], [4], num_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"float64 call paged_attention\.torch"):
+        _attend("triton", case)
+
+
+def test_cache_of_another_dtype_is_refused() -> None:
+    case = paged_case([1], [4], num_heads=2, num_kv_heads=1, head_dim=64)
+    with pytest.raises(ValueError, match=r"KV cache is torch\.float16"):
+        paged_attention.triton(
+            case.q,
+            case.k_cache.half(),
+            case.v_cache.half(),
+            case.block_tables,
+            case.query_start_loc,
+            case.seq_lens,
+            case.empty_out(),
+            scale=1.0,
+            max_query_len=1,
+        )

@@ -1,0 +1,145 @@
+"""Load-time settings (`EngineConfig`) and live switches (`Knobs`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from mrv2.errors import ConfigError, nearest
+
+EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes the output
+
+
+def _knob(default: Any, effect: EffectClass, help: str, look_for: str, values: tuple[Any, ...] = ()) -> Any:
+    return field(
+        default=default, metadata={"effect": effect, "help": help, "look_for": look_for, "values": values}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """Switches that may change between two steps of a running engine; steps in flight drain first."""
+
+    runner: Literal["v2", "v1"] = _knob(
+        "v2",
+        "T",
+        "Which runner prepares, samples and keeps the books; model, kernels and KV cache are shared.",
+        "With v1 the host lane fills with NumPy preparation and bookkeeping between two forwards.",
+    )
+    async_scheduling: bool = _knob(
+        True,
+        "T",
+        "Schedule and launch step n+1 before the tokens of step n have reached the host.",
+        "Off: the device idles while the host works. On: forwards stand shoulder to shoulder.",
+    )
+    queue_depth: int = _knob(
+        2,
+        "T",
+        "Steps in flight with async scheduling (v1: at most 2); a stopped request wastes up to depth - 1 steps.",
+        "How far the host lane runs ahead of the device lane.",
+        (1, 2, 3, 4),
+    )
+    cuda_graphs: Literal["off", "model"] = _knob(
+        "model",
+        "T",
+        "Replay the forward pass as one CUDA graph per bucket; 'off' launches every kernel from Python.",
+        "Off: the host lane's forward stage grows to the sum of its launches. No effect without CUDA.",
+    )
+    output_copy: Literal["side_stream", "main_stream"] = _knob(
+        "side_stream",
+        "T",
+        "Stream on which sampled tokens travel to the host.",
+        "main_stream: the copy stands in the main lane, before post_update, instead of beside it.",
+    )
+    attention: Literal["triton", "sdpa"] = _knob(
+        "triton",
+        "T",
+        "Attention of eager forwards on CUDA: our paged Triton kernels, or torch SDPA per request. "
+        "The host backend always runs the torch reference.",
+        "The length of the forward stage; sdpa never uses graphs.",
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, legal = getattr(self, f.name), legal_values(f.name)
+            if legal and (value not in legal or type(value) is not type(legal[0])):
+                raise ConfigError(f"knob {f.name}={value!r}: legal values are {', '.join(map(repr, legal))}")
+        if self.runner == "v1" and self.async_scheduling and self.queue_depth > 2:
+            raise ConfigError(
+                f"runner='v1' supports queue_depth <= 2, not {self.queue_depth}: its pinned buffers are shared "
+                "between steps and guarded by one barrier event; set queue_depth=2 or runner='v2'"
+            )
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight at most: 1 when async scheduling is off."""
+        return self.queue_depth if self.async_scheduling else 1
+
+    def with_changes(self, **changes: Any) -> Knobs:
+        """Return a copy with `changes`; an unknown name or illegal value raises `ConfigError`."""
+        names = [f.name for f in fields(self)]
+        for name in changes:
+            if name not in names:
+                raise ConfigError(f"unknown knob {name!r}{nearest(name, names)}; knobs are {', '.join(names)}")
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def legal_values(knob: str) -> tuple[Any, ...]:
+    """Return the legal values of a knob, from its type or its metadata."""
+    spec = next(f for f in fields(Knobs) if f.name == knob)
+    if spec.metadata["values"]:
+        return spec.metadata["values"]
+    hint = get_type_hints(Knobs)[knob]
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return (True, False) if hint is bool else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that is fixed when the engine is loaded; sizes in tokens unless said otherwise."""
+
+    model: str
+    dtype: str = "auto"
+    seed: int = 0
+    # "auto" = cuda where there is one, else host
+    device: Literal["auto", "cuda", "host"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    # overrides the size derived from free memory
+    num_gpu_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    # largest prefill chunk of one request in a step; 0 = only the token budget limits it
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    skip_tokenizer_init: bool = False
+    # run Scheduler.check() after every step
+    debug_checks: bool = False
+    knobs: Knobs = field(default_factory=Knobs)
+
+    def __post_init__(self) -> None:
+        positive = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size={self.block_size} must be a power of two of at least 16")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
+        if self.dtype not in ("auto", "float16", "bfloat16", "float32", "float64"):
+            raise ConfigError(
+                f"dtype={self.dtype!r} must be one of 'auto', 'float16', 'bfloat16', 'float32', 'float64'"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every running request needs one token a step"
+            )

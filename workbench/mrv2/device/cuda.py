@@ -1,0 +1,276 @@
+"""The CUDA backend: stages run at once inside a torch stream, their launches are asynchronous.
+
+This file imports without CUDA; only `CudaDevice()` needs it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from mrv2.device.base import Device, DeviceError, Event, Graph, P, Shape, Stream
+from mrv2.instrument import context
+from mrv2.instrument.recorder import Recorder
+
+# a fresh anchor each second keeps CUDA's float32 milliseconds well below a microsecond
+_ANCHOR_LIFE_MS = 1000.0
+_ANCHOR_TRIES = 5
+# look for finished spans once this many wait, so that the pool of timing events stays small
+_POLL_AT = 256
+
+
+class CudaEvent(Event):
+    """A CUDA event; waiting for it sleeps instead of spinning."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
+        self.raw = torch.cuda.Event(blocking=True)
+
+    def record(self, stream: Stream) -> None:
+        self.raw.record(cast("CudaStream", stream).raw)
+        self.recorded = True
+
+    def query(self) -> bool:
+        return self.raw.query()
+
+    def _wait(self) -> None:
+        self.raw.synchronize()
+
+
+class _PendingSpan(NamedTuple):
+    """A stage whose end event has not been seen done yet."""
+
+    lane: str
+    name: str
+    step: int | None
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class SpanClock:
+    """Times stages with pooled event pairs and puts them on the host's clock; it never waits."""
+
+    def __init__(self, device: CudaDevice, rec: Recorder) -> None:
+        """Read the offset between both clocks from an idle stream, so that nothing running is disturbed."""
+        self._rec = rec
+        self._pool: list[torch.cuda.Event] = []
+        # unresolved stages by stream, in order
+        self._pending: dict[str, deque[_PendingSpan]] = {}
+        idle, shortest = torch.cuda.Stream(device.torch_device), None
+        for _ in range(_ANCHOR_TRIES):
+            event = torch.cuda.Event(enable_timing=True)
+            before = perf_counter_ns()
+            event.record(idle)
+            while not event.query():
+                pass
+            after = perf_counter_ns()
+            if shortest is None or after - before < shortest:
+                shortest = after - before
+                self._anchor, self._anchor_ns = event, (before + after) // 2
+        rec.add_poller(self.poll)
+
+    def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Record and return the start event of a stage."""
+        return self._record(stream)
+
+    def end(self, stream: CudaStream, stage: str, start: torch.cuda.Event) -> None:
+        """Record the end of the stage that `start` began."""
+        spans = self._pending.setdefault(stream.name, deque())
+        spans.append(_PendingSpan(stream.name, stage, context.local.step, start, self._record(stream.raw)))
+        if len(spans) >= _POLL_AT:
+            self.poll()
+
+    def poll(self) -> None:
+        """Hand every finished stage to the recorder."""
+        for spans in self._pending.values():
+            # a stream is in order: once one of its stages is unfinished, so are all later ones
+            while spans and spans[0].end.query():
+                self._resolve(spans.popleft())
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _resolve(self, span: _PendingSpan) -> None:
+        start_ms, end_ms = self._anchor.elapsed_time(span.start), self._anchor.elapsed_time(span.end)
+        start_ns, end_ns = (self._anchor_ns + round(ms * 1e6) for ms in (start_ms, end_ms))
+        self._rec.add("device", span.lane, span.name, start_ns, end_ns, span.step)
+        self._pool.append(span.start)
+        if end_ms > _ANCHOR_LIFE_MS:
+            self._pool.append(self._anchor)
+            self._anchor, self._anchor_ns = span.end, end_ns
+        else:
+            self._pool.append(span.end)
+
+
+class CudaStream(Stream):
+    """A torch stream."""
+
+    def __init__(self, device: CudaDevice, name: str) -> None:
+        self.device: CudaDevice = device
+        self.name = name
+        self.raw = torch.cuda.Stream(device.torch_device)
+        self.handle: int = self.raw.cuda_stream
+
+    def run(self, stage: str, fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        device = self.device
+        if device.closed:
+            device._check_failure()
+        other = torch._C._cuda_getCurrentRawStream(device.index) != self.handle
+        if (
+            other
+            or context.nvtx is not None
+            or context.local.guard is not None
+            or device.clock is not None
+            or torch.is_grad_enabled()
+        ):
+            self._run_watched(other, stage, fn, *args, **kwargs)
+        else:
+            fn(*args, **kwargs)
+
+    def wait_event(self, event: Event) -> None:
+        self.raw.wait_event(cast(CudaEvent, event).raw)
+
+    def _run_watched(self, other: bool, stage: str, fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        nvtx, guard, clock = context.nvtx, context.local.guard, self.device.clock
+        if self.device.capturing:
+            clock = None
+        before = torch.cuda.current_stream(self.device.torch_device) if other else None
+        grad = torch.is_grad_enabled()
+        if before is not None:
+            torch.cuda.set_stream(self.raw)
+        torch.set_grad_enabled(False)
+        if nvtx is not None:
+            nvtx.push(stage, "device", context.local.step)
+        start = clock.start(self.raw) if clock is not None else None
+        try:
+            if guard is None:
+                fn(*args, **kwargs)
+            else:
+                guard.watch_launch(stage, lambda: fn(*args, **kwargs))
+        finally:
+            if clock is not None and start is not None:
+                clock.end(self, stage, start)
+            if nvtx is not None:
+                nvtx.pop()
+            torch.set_grad_enabled(grad)
+            if before is not None:
+                torch.cuda.set_stream(before)
+
+
+class CudaGraph(Graph):
+    """A captured CUDA graph."""
+
+    def __init__(self, raw: torch.cuda.CUDAGraph) -> None:
+        self._raw = raw
+
+    def replay(self) -> None:
+        self._raw.replay()
+
+
+class CudaDevice(Device):
+    """One CUDA device; all graphs share one memory pool."""
+
+    type = "cuda"
+
+    def __init__(self, *, poison: bool = False, index: int | None = None) -> None:
+        """Make "main", a non-default stream, the current stream of the calling (engine) thread."""
+        self.index = torch.cuda.current_device() if index is None else index
+        super().__init__(torch.device("cuda", self.index), poison)
+        torch.cuda.set_device(self.index)
+        self.clock: SpanClock | None = None
+        self.capturing = False
+        self.closed = False
+        self._graph_pool: Any = None
+        self._main = cast(CudaStream, self.stream("main"))
+        # work done on the stream that was current before, loading say, comes first
+        self._main.raw.wait_stream(torch.cuda.current_stream(self.torch_device))
+        self._thread_stream = torch.cuda.current_stream(self.torch_device)
+        self.use_main()
+
+    def use_main(self) -> None:
+        """Make "main" the current stream of the calling thread; stages on it then need no switch."""
+        torch.cuda.set_stream(self._main.raw)
+
+    def event(self) -> CudaEvent:
+        return CudaEvent(self)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return tensor.is_cuda and tensor.device.index == self.index
+
+    def capture(self, fn: Callable[[], object], stream: Stream | None = None) -> CudaGraph:
+        on = cast(CudaStream, stream or self.main)
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self._wait_all()
+        self.capturing = True
+        try:
+            with torch.cuda.stream(on.raw), torch.no_grad():
+                # "thread_local": other threads of the process may allocate meanwhile
+                graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
+                try:
+                    fn()
+                except BaseException:
+                    _abandon(graph)
+                    raise
+                graph.capture_end()
+        finally:
+            self.capturing = False
+        return CudaGraph(graph)
+
+    def memory_info(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.index)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self._wait_all()
+        self.closed = True
+        self.stop_recording()
+        if torch.cuda.current_stream(self.torch_device) == self._main.raw:
+            torch.cuda.set_stream(self._thread_stream)
+
+    def start_recording(self, rec: Recorder) -> None:
+        super().start_recording(rec)
+        self.clock = SpanClock(self, rec)
+
+    def stop_recording(self) -> None:
+        super().stop_recording()
+        self.clock = None
+
+    def _make_stream(self, name: str) -> CudaStream:
+        return CudaStream(self, name)
+
+    def _allocate(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.stream(self._main.raw):
+            return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def _allocate_pinned(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def _fill(self, tensor: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> None:
+        with torch.cuda.stream(self._main.raw):
+            fill(tensor)
+
+    def _wait_all(self) -> None:
+        for stream in self._streams.values():
+            cast(CudaStream, stream).raw.synchronize()
+
+    def _check_failure(self) -> None:
+        if self.closed:
+            raise DeviceError("the device is closed; make a new one with make_device()")
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that failed, so that the stream is usable again; the first error is the one to see."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        pass

@@ -1,0 +1,214 @@
+"""Device, model, KV cache and runners; takes `SchedulerOutput`s, returns outputs in flight."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from mrv2_models.kv_cache import KVCacheGroup, LayerCache, allocate_kv_caches, group_specs
+from mrv2_models.model_state import resolve_model_state
+from mrv2_models.registry import load_model, resolve_model
+
+from mrv2.config import EngineConfig, Knobs
+from mrv2.device import Device, make_device
+from mrv2.errors import ConfigError
+from mrv2.instrument import stage, stages
+from mrv2.runner.forward import Buckets, ForwardBuffers, ForwardPass
+from mrv2.runner.protocol import AsyncOutput, Runner, SchedulerOutput
+from mrv2.runner.resources import RunnerResources
+from mrv2.runner.v1.model_runner import ModelRunnerV1
+from mrv2.runner.v2.model_runner import ModelRunnerV2
+from mrv2.runner.v2.upload import step_words_capacity
+
+MAX_QUEUE_DEPTH = 4
+# mixed batches up to this many tokens replay graphs
+MAX_MIXED_GRAPH_TOKENS = 512
+# share of the host's free memory that the KV cache takes when no size is given
+HOST_KV_SHARE = 0.25
+
+
+class Executor(Protocol):
+    """Seam below the scheduler: ids and arrays in, outputs in flight out."""
+
+    num_kv_blocks: int
+    num_groups: int
+    max_model_len: int
+    vocab_size: int
+
+    def execute(self, scheduled: SchedulerOutput) -> AsyncOutput: ...
+
+    def set_knobs(self, knobs: Knobs) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class UniProcExecutor:
+    """Everything in the calling process, on one device."""
+
+    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
+        self.config = config
+        self.device = device or make_device(config.device)
+        self.knobs = config.knobs
+        found = resolve_model(config.model)
+        self.model_config = found.config
+        self.model = load_model(
+            found.folder if found.folder is not None else found.config,
+            dtype=config.dtype,
+            device=self.device.torch_device,
+            load_format="dummy" if found.folder is None else config.load_format,
+            seed=config.seed,
+            max_model_len=config.max_model_len,
+        )
+        self.vocab_size = self.model.config.vocab_size
+        self.max_model_len = self.model.max_model_len
+        self.model_state = resolve_model_state(self.model)
+        self.groups = group_specs(self.model_state.kv_cache_specs(config.block_size))
+        self.num_groups = len(self.groups)
+        self.blocks_per_row = -(-self.max_model_len // config.block_size)
+        self.buffers = self._make_buffers()
+        self.buckets = Buckets(
+            config.max_num_seqs,
+            max_mixed=min(MAX_MIXED_GRAPH_TOKENS, config.max_num_batched_tokens),
+            padded=self.device.type == "cuda",
+        )
+        self.num_kv_blocks = config.num_gpu_blocks or self._blocks_that_fit()
+        self.kv_caches = self._allocate_kv(self.num_kv_blocks)
+        self.model_state.initialize_kv_cache(self.groups, self.kv_caches)
+        self.forward = ForwardPass(
+            self.device, self.model, self.model_state, self.kv_caches, self.buffers, self.buckets
+        )
+        self.resources = RunnerResources(
+            device=self.device,
+            model=self.model,
+            forward=self.forward,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=config.block_size,
+            blocks_per_row=self.blocks_per_row,
+            num_groups=self.num_groups,
+            vocab_size=self.vocab_size,
+            max_queue_depth=MAX_QUEUE_DEPTH,
+            knobs=self.knobs,
+        )
+        self._runners: dict[str, Runner] = {}
+        self.runner = self._runner(self.knobs.runner)
+
+    def execute(self, scheduled: SchedulerOutput) -> AsyncOutput:
+        """Launch one step."""
+        if self.device.poison and scheduled.fresh_block_ids:
+            self._poison_blocks(scheduled.fresh_block_ids)
+        with stage(stages.EXECUTE_MODEL, scheduled.step):
+            self.runner.execute_model(scheduled)
+        with stage(stages.SAMPLE_TOKENS, scheduled.step):
+            return self.runner.sample_tokens()
+
+    def set_knobs(self, knobs: Knobs) -> None:
+        """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows."""
+        self.knobs = self.resources.knobs = knobs
+        runner = self._runner(knobs.runner)
+        if runner is not self.runner:
+            self.runner.reset()
+            self.runner = runner
+
+    def warm_up(self) -> None:
+        """Capture the graphs (CUDA only); kernels are compiled by the steps that the engine runs first."""
+        if self.device.type == "cuda":
+            self._make_inert()
+            self.forward.capture(self.device.main, self.knobs)
+            self.device.synchronize("graph capture")
+
+    def shutdown(self) -> None:
+        """Finish queued work and release the device."""
+        self.device.close()
+
+    def _runner(self, name: str) -> Runner:
+        if name not in self._runners:
+            self._runners[name] = (ModelRunnerV2 if name == "v2" else ModelRunnerV1)(self.resources)
+        return self._runners[name]
+
+    def _make_buffers(self) -> ForwardBuffers:
+        config = self.config
+        return ForwardBuffers(
+            self.device,
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_batched_tokens,
+            blocks_per_row=self.blocks_per_row,
+            num_groups=self.num_groups,
+            step_words=step_words_capacity(
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
+                blocks_per_row=self.blocks_per_row,
+                num_groups=self.num_groups,
+            ),
+            hidden_size=self.model.config.hidden_size,
+            dtype=self.model.dtype,
+        )
+
+    def _allocate_kv(self, num_blocks: int) -> list[LayerCache]:
+        return allocate_kv_caches(self.groups, num_blocks, self.device.empty)
+
+    def _blocks_that_fit(self) -> int:
+        """Size the KV pool from free memory, after a forward pass and the sampler have shown their peak."""
+        config = self.config
+        bytes_per_block = sum(group.bytes_per_block for group in self.groups)
+        wanted = 1 + config.max_num_seqs * self.blocks_per_row * self.num_groups
+        free, total = self.device.memory_info()
+        if self.device.type == "host":
+            budget = int(free * HOST_KV_SHARE)
+        else:
+            peak = self._measure_peak()
+            free, total = self.device.memory_info()
+            budget = int(total * config.gpu_memory_utilization) - (total - free) - peak
+        num_blocks = min(wanted, budget // bytes_per_block)
+        if num_blocks < 2:
+            raise ConfigError(
+                f"no memory for the KV cache: {budget / 2**30:.2f} GiB left of {total / 2**30:.2f} GiB, one block of "
+                f"{config.block_size} tokens takes {bytes_per_block / 2**20:.2f} MiB; raise gpu_memory_utilization, "
+                "or lower max_model_len, max_num_seqs or max_num_batched_tokens"
+            )
+        return num_blocks
+
+    def _measure_peak(self) -> int:
+        """Return the bytes that a full eager step allocates beyond what stays: forward and worst-case sampler."""
+        config = self.config
+        rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        forward = ForwardPass(
+            self.device, self.model, self.model_state, self._allocate_kv(2), self.buffers, self.buckets
+        )
+        self._make_inert()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        key = forward.buckets.key(tokens, rows, False)
+        batch = forward.make_batch(key, num_reqs=rows, max_query_len=tokens, knobs=self.knobs)
+        forward.run(key, batch, self.device.main, self.knobs.with_changes(cuda_graphs="off", attention="triton"))
+        # raw logits of every row, their float32 copy, and what top-k/top-p and logprobs keep beside it
+        logits = rows * self.vocab_size * (self.model.dtype.itemsize + 3 * 4)
+        self.device.synchronize("memory profile")
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        return peak + logits + (256 << 20)
+
+    def _make_inert(self) -> None:
+        """Fill the persistent buffers with rows that read and write nothing."""
+        self.device.main.run(stages.PREPARE_INPUTS, _fill_inert, self.buffers)
+
+    def _poison_blocks(self, block_ids: list[int]) -> None:
+        """Tests: whoever reads a fresh block before writing it shall see NaN."""
+        ids = torch.tensor(block_ids, dtype=torch.int64)
+        self.device.main.run(stages.STAGED_WRITES, _fill_blocks, self.kv_caches, ids)
+
+
+def _fill_inert(buffers: ForwardBuffers) -> None:
+    for tensor in (buffers.input_ids, buffers.positions, buffers.seq_lens, buffers.step_words, *buffers.block_tables):
+        tensor.zero_()
+    for slots in buffers.slot_mappings:
+        slots.fill_(-1)
+
+
+def _fill_blocks(kv_caches: list[LayerCache], block_ids: torch.Tensor) -> None:
+    for caches in kv_caches:
+        for cache in caches:
+            cache[block_ids.to(cache.device)] = float("nan")

@@ -1,0 +1,118 @@
+"""Which blocks a request holds, in every KV cache group, and which prefix it can reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mrv2.engine.block_pool import BlockPool, hash_block
+from mrv2.engine.request import Request
+
+
+class KVCacheManager:
+    """Allocates, frees and publishes blocks; G groups take one block id each per `block_size` tokens."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_groups: int = 1, *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self.enable_prefix_caching = enable_prefix_caching
+        self._extra_key = bytes(range(num_groups))
+        # blocks handed out since the last `take_fresh` (tests poison them)
+        self._fresh: list[int] = []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens, over all groups."""
+        return -(-num_tokens // self.block_size) * self.num_groups
+
+    def find_prefix(self, request: Request) -> tuple[list[int], ...]:
+        """Return, per group, the published blocks of the longest known prefix.
+
+        At least one token is always left to compute: its logits are needed.
+        """
+        hits: tuple[list[int], ...] = tuple([] for _ in range(self.num_groups))
+        if not self.enable_prefix_caching:
+            return hits
+        for content in self._hashes(request, (request.num_known - 1) // self.block_size):
+            found = [self.pool.lookup(content, g) for g in range(self.num_groups)]
+            if any(block is None for block in found):
+                break
+            for group_hits, block in zip(hits, found, strict=True):
+                assert block is not None, "checked above"
+                group_hits.append(block)
+        return hits
+
+    def admit(self, request: Request, hits: tuple[list[int], ...], num_tokens: int) -> bool:
+        """Give a request without blocks its prefix hits and blocks up to `num_tokens`; False if they do not fit.
+
+        The whole of the known tokens must fit beside the running requests, not only the first
+        chunk: a request that would be preempted half-way through its prompt only causes thrashing.
+        """
+        assert not any(request.block_ids), f"request {request.req_id} already holds blocks"
+        num_hits = sum(map(len, hits))
+        num_hits_free = sum(1 for group in hits for b in group if self.pool.ref_count[b] == 0)
+        if self.blocks_for(request.num_known) - num_hits > self.pool.num_free - num_hits_free:
+            return False
+        for group in hits:
+            self.pool.touch(group)
+        request.block_ids = tuple(list(group) for group in hits)
+        request.num_published_blocks = len(hits[0])
+        grown = self.grow(request, num_tokens)
+        assert grown is not None, "admission was checked against the free blocks"
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
+        """Extend a request's blocks to hold `num_tokens` tokens; return the new ones, None if too few are free."""
+        missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
+        if missing <= 0:
+            return tuple([] for _ in range(self.num_groups))
+        if missing * self.num_groups > self.pool.num_free:
+            return None
+        added = tuple(self.pool.allocate(missing) for _ in range(self.num_groups))
+        for mine, new in zip(request.block_ids, added, strict=True):
+            mine.extend(new)
+            self._fresh.extend(new)
+        return added
+
+    def free(self, request: Request) -> None:
+        """Release every block of a request, the tail first, so that shared prefixes live longest."""
+        for group in request.block_ids:
+            self.pool.release(reversed(group))
+        request.block_ids = ()
+
+    def publish(self, request: Request) -> None:
+        """Make the full blocks findable whose tokens are known and whose steps have run."""
+        if not self.enable_prefix_caching:
+            return
+        num_full = min(request.num_confirmed, request.num_known) // self.block_size
+        if num_full <= request.num_published_blocks:
+            return
+        hashes = self._hashes(request, num_full)
+        for i in range(request.num_published_blocks, num_full):
+            for g, group in enumerate(request.block_ids):
+                self.pool.publish(group[i], hashes[i], g)
+        request.num_published_blocks = num_full
+
+    def take_fresh(self) -> list[int]:
+        """Return the blocks handed out since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def check(self, holders: Iterable[Request]) -> None:
+        """Assert that the pool's books agree with what `holders` hold."""
+        holders = list(holders)
+        self.pool.check(block for r in holders for group in r.block_ids for block in group)
+        for r in holders:
+            covered = len(r.block_ids[0]) * self.block_size
+            assert r.num_computed <= covered, f"{r.req_id}: {r.num_computed} tokens computed, blocks hold {covered}"
+            assert len({len(group) for group in r.block_ids}) == 1, f"{r.req_id}: groups differ in length"
+
+    def _hashes(self, request: Request, count: int) -> list[bytes]:
+        """Return the content hashes of the first `count` blocks, extending the request's list as needed."""
+        hashes = request.block_hashes
+        while len(hashes) < count:
+            start = len(hashes) * self.block_size
+            tokens = request.token_ids[start : start + self.block_size]
+            hashes.append(hash_block(hashes[-1] if hashes else b"", tokens, self._extra_key))
+        return hashes[:count]

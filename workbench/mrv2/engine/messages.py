@@ -1,0 +1,71 @@
+"""Picklable messages between a front end (`EngineClient`) and the engine core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mrv2.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineRequest:
+    """One sequence to generate (a request with ``n > 1`` becomes n of these)."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    # lower value = served earlier (only with scheduling_policy="priority")
+    priority: int = 0
+    # index of this sequence among the n of its parent; enters the derived seed
+    sample_index: int = 0
+    # admission index of the parent; enters the derived seed of an unseeded request
+    parent_index: int | None = None
+    # ids that end the sequence besides params.stop_token_ids (generation config's eos list)
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probabilities at one generated position."""
+
+    # 1+k ids: the sampled token first, then the k most likely
+    token_ids: list[int]
+    logprobs: list[float]
+    # rank of the sampled token, 1 = most likely
+    sampled_rank: int
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineOutput:
+    """What one step brought to one sequence."""
+
+    req_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    # the stop token id that ended the sequence, or an error text
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    # prompt tokens found in the prefix cache when the request was first scheduled
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineSnapshot:
+    """A consistent picture between two steps; plain values only, never runner tensors."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    steps_in_flight: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    num_preemptions: int
+    # host waits by reason since start
+    waits: dict[str, int]
+    knobs: dict[str, Any]
+    # running request ids -> (computed tokens, known tokens)
+    requests: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -1,0 +1,274 @@
+"""From prompts to `EngineRequest`s, and from `EngineOutput`s to `RequestOutput`s.
+
+A request with ``n > 1`` is n sequences in the engine; here they meet again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mrv2.engine.detokenizer import Detokenizer
+from mrv2.engine.messages import EngineOutput, EngineRequest, FinishReason, TokenLogprob
+from mrv2.errors import RequestError
+from mrv2.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from mrv2.sampling_params import RequestOutputKind, SamplingParams
+from mrv2.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """What one step means for the callers."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    # sequences that a stop string ended here: the engine must abort them
+    abort_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One of the n sequences of a request."""
+
+    req_id: str
+    index: int
+    request: _Request
+    # None: no text is wanted, or only the final text (one decode at the end)
+    detokenizer: Detokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    # as they came, and (the beginning of) the same in the form that callers see
+    raw_logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_shown: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    admission_index: int
+    metrics: RequestMetrics
+    sequences: list[_Sequence] = field(default_factory=list)
+    num_running: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def final_only(self) -> bool:
+        return self.params.output_kind is RequestOutputKind.FINAL_ONLY
+
+
+class OutputProcessor:
+    """Keeps the text side of every unfinished request; not thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, eos_token_ids: Sequence[int] = ()) -> None:
+        """Without a tokenizer all texts stay empty; `eos_token_ids` end a sequence, the first one silently."""
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.num_generated_tokens = 0
+        self._requests: dict[str, _Request] = {}
+        # unfinished sequences by engine id
+        self._sequences: dict[str, _Sequence] = {}
+        self._next_index = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+    ) -> list[EngineRequest]:
+        """Register a request and return its n sequences for the engine, sample 0 first.
+
+        Raises `RequestError` for an id in use, and for stop strings without a tokenizer.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError(
+                f"stop={list(params.stop_strings)!r} needs text, and this engine has no tokenizer: use stop_token_ids"
+            )
+        metrics = RequestMetrics(arrival_time=time.time(), arrival_ts=time.monotonic())
+        request = _Request(request_id, prompt, prompt_token_ids, params, self._next_index, metrics)
+        self._next_index += 1
+        self._requests[request_id] = request
+        for index in range(params.n):
+            req_id = request_id if params.n == 1 else f"{request_id}/{index}"
+            sequence = _Sequence(req_id, index, request, self._make_detokenizer(params))
+            request.sequences.append(sequence)
+            self._sequences[req_id] = sequence
+        request.num_running = params.n
+        return [self._engine_request(sequence, priority) for sequence in request.sequences]
+
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that the engine refused, as though they had never been added."""
+        found = [self._requests.pop(request_id) for request_id in request_ids if request_id in self._requests]
+        for request in sorted(found, key=lambda request: -request.admission_index):
+            for sequence in request.sequences:
+                self._sequences.pop(sequence.req_id, None)
+            if request.admission_index == self._next_index - 1:
+                self._next_index -= 1
+
+    def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
+        """End requests with finish reason "abort"; unknown and finished ids are skipped."""
+        done = ProcessedOutputs()
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            changed = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+            for sequence in changed:
+                self._finish(sequence, "abort", None)
+                done.abort_ids.append(sequence.req_id)
+            done.outputs.append(self._request_output(request, changed))
+        return done
+
+    def process(self, outputs: list[EngineOutput]) -> ProcessedOutputs:
+        """Take one step's outputs; those of sequences that have ended here are dropped."""
+        done = ProcessedOutputs()
+        now = time.monotonic()
+        # requests with something to show -> their changed sequences by index
+        changed: dict[str, tuple[_Request, dict[int, _Sequence]]] = {}
+        for output in outputs:
+            sequence = self._sequences.get(output.req_id)
+            if sequence is None:
+                continue
+            request = sequence.request
+            self._take_tokens(sequence, output, now)
+            if sequence.stop_reason is not None and output.finish_reason is None:
+                done.abort_ids.append(sequence.req_id)
+            if not request.final_only or request.num_running == 0:
+                changed.setdefault(request.request_id, (request, {}))[1][sequence.index] = sequence
+        for request, sequences in changed.values():
+            done.outputs.append(self._request_output(request, list(sequences.values())))
+        return done
+
+    def _engine_request(self, sequence: _Sequence, priority: int) -> EngineRequest:
+        request = sequence.request
+        return EngineRequest(
+            req_id=sequence.req_id,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.params,
+            priority=priority,
+            sample_index=sequence.index,
+            parent_index=request.admission_index,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def _make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        late = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop_strings
+        if self.tokenizer is None or not params.detokenize or late:
+            return None
+        return Detokenizer(self.tokenizer, params)
+
+    def _take_tokens(self, sequence: _Sequence, output: EngineOutput, now: float) -> None:
+        """Append a step's tokens up to a stop string, and finish the sequence where it ends."""
+        request, tokens = sequence.request, output.new_token_ids
+        matched, num_taken = False, len(tokens)
+        if sequence.detokenizer is not None:
+            matched, num_taken = self._push_text(sequence.detokenizer, request.params, output)
+        sequence.token_ids += tokens[:num_taken]
+        if output.logprobs:
+            sequence.raw_logprobs += output.logprobs[:num_taken]
+        self.num_generated_tokens += num_taken
+        metrics = request.metrics
+        if num_taken:
+            metrics.first_token_ts = metrics.first_token_ts or now
+            metrics.last_token_ts = now
+            metrics.num_generation_tokens += num_taken
+        if sequence.index == 0 and output.num_cached_tokens:
+            request.num_cached_tokens = output.num_cached_tokens
+        if matched:
+            self._finish(sequence, "stop", None)
+        elif output.finish_reason is not None:
+            silent = output.finish_reason == "stop" and self._is_silent(request.params, output.stop_reason)
+            self._finish(sequence, output.finish_reason, None if silent else output.stop_reason)
+
+    def _is_silent(self, params: SamplingParams, stop_reason: int | str | None) -> bool:
+        """The model's own end token is no reason worth naming, unless the caller asked for it by id."""
+        return stop_reason in self.eos_token_ids[:1] and stop_reason not in (params.stop_token_ids or ())
+
+    def _push_text(self, detokenizer: Detokenizer, params: SamplingParams, output: EngineOutput) -> tuple[bool, int]:
+        """Return whether a stop string was completed, and after how many of the step's tokens."""
+        tokens = output.new_token_ids
+        num_with_text = len(tokens)
+        if output.finish_reason == "stop" and not params.include_stop_str_in_output:
+            num_with_text -= 1
+        for taken, token_id in enumerate(tokens[:num_with_text], start=1):
+            if detokenizer.push(token_id):
+                return True, taken
+        return False, len(tokens)
+
+    def _finish(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        request, detokenizer = sequence.request, sequence.detokenizer
+        if detokenizer is not None:
+            detokenizer.finish()
+            if detokenizer.stop_reason is not None:
+                reason, stop_reason = "stop", detokenizer.stop_reason
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        del self._sequences[sequence.req_id]
+        request.num_running -= 1
+        if request.num_running == 0:
+            del self._requests[request.request_id]
+
+    def _request_output(self, request: _Request, changed: list[_Sequence]) -> RequestOutput:
+        kind = request.params.output_kind
+        shown = changed if kind is RequestOutputKind.DELTA else request.sequences
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[self._completion(sequence, delta=kind is RequestOutputKind.DELTA) for sequence in shown],
+            finished=request.num_running == 0,
+            metrics=request.metrics,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _completion(self, sequence: _Sequence, *, delta: bool) -> CompletionOutput:
+        start = sequence.num_shown if delta else 0
+        sequence.num_shown = len(sequence.token_ids)
+        logprobs, total = None, None
+        if sequence.request.params.logprobs is not None:
+            for raw in sequence.raw_logprobs[len(sequence.logprobs) :]:
+                sequence.logprobs.append(self._logprobs(raw))
+                sequence.cumulative_logprob += raw.logprobs[0]
+            logprobs, total = sequence.logprobs[start:], sequence.cumulative_logprob
+        return CompletionOutput(
+            index=sequence.index,
+            text=self._text(sequence, delta=delta),
+            token_ids=sequence.token_ids[start:],
+            cumulative_logprob=total,
+            logprobs=logprobs,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+        )
+
+    def _text(self, sequence: _Sequence, *, delta: bool) -> str:
+        detokenizer, params = sequence.detokenizer, sequence.request.params
+        if detokenizer is not None:
+            return detokenizer.take() if delta else detokenizer.visible
+        if self.tokenizer is None or not params.detokenize:
+            return ""
+        token_ids = sequence.token_ids
+        if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        return self.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+
+    def _logprobs(self, raw: TokenLogprob) -> dict[int, Logprob]:
+        """Column 0 is the sampled token with its own rank; a later duplicate of it is dropped."""
+        ranks = [raw.sampled_rank, *range(1, len(raw.token_ids))]
+        rows: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(raw.token_ids, raw.logprobs, ranks, strict=True):
+            text = self.tokenizer.token_text(token_id) if self.tokenizer is not None else None
+            rows.setdefault(token_id, Logprob(logprob, rank, text))
+        return rows

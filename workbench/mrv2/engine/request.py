@@ -1,0 +1,109 @@
+"""A sequence as the scheduler sees it: known tokens, progress, and what is still in flight."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mrv2.engine.messages import EngineRequest, FinishReason
+from mrv2.runner.protocol import RowSampling
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Counters of one sequence.
+
+    ``known``    tokens that the host knows (prompt + delivered outputs)
+    ``computed`` tokens whose KV is written once every launched step has run (optimistic)
+    A step that reaches ``known + num_in_flight`` yields one more token, which is then in flight
+    until its output arrives.  Preemption turns tokens in flight into stale ones: they are still
+    delivered, but touch none of the reset counters.
+    """
+
+    # filled at admission
+    message: EngineRequest
+    sampling: RowSampling
+    max_tokens: int
+    max_model_len: int
+    stop_ids: frozenset[int]
+    arrival: int
+
+    # filled by the scheduler
+    status: RequestStatus = RequestStatus.WAITING
+    token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    # computed tokens of the steps whose output has arrived
+    num_confirmed: int = 0
+    num_in_flight: int = 0
+    num_stale: int = 0
+    # counts preemptions; a step of an older epoch is stale
+    epoch: int = 0
+    has_row: bool = False
+    num_wasted_steps: int = 0
+    num_cached_tokens: int = -1
+    finish_reason: FinishReason | None = None
+
+    # filled by the KV cache manager
+    block_ids: tuple[list[int], ...] = ()
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.message.prompt_token_ids)
+
+    @property
+    def req_id(self) -> str:
+        return self.message.req_id
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Order of service: priority (lower first), then arrival."""
+        return (self.message.priority, self.arrival)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.message.prompt_token_ids)
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - len(self.message.prompt_token_ids)
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens known or in flight: what may be computed at most."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def sure_to_finish(self) -> bool:
+        """True if the tokens in flight already complete the request, whatever they are."""
+        return self.num_outputs + self.num_in_flight >= self.max_tokens or self.num_ahead >= self.max_model_len
+
+    def known_tokens(self) -> np.ndarray:
+        """Return the known tokens. [num_known] int32"""
+        return np.array(self.token_ids, dtype=np.int32)
+
+    def reset_progress(self) -> None:
+        """Preemption: forget what was computed; tokens in flight become stale."""
+        self.num_stale += self.num_in_flight
+        self.num_in_flight = 0
+        self.num_computed = self.num_confirmed = 0
+        self.num_published_blocks = 0
+        self.epoch += 1
+        self.status = RequestStatus.PREEMPTED

@@ -1,0 +1,319 @@
+"""Decides, step by step, which tokens of which requests are computed.
+
+Nothing here waits for the device: progress is counted at launch (`num_computed`), tokens that a
+launched step will yield are counted as in flight, and both are settled when the output arrives.
+
+    schedule(n)   computed += scheduled tokens;  in_flight += 1 if the step yields a token
+    output(n)     confirmed += scheduled tokens; in_flight -= 1; the token becomes known
+    preempt       computed = 0; in flight -> stale (delivered later, settled against nothing)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mrv2.engine.kv_cache_manager import KVCacheManager
+from mrv2.engine.messages import EngineOutput, FinishReason, TokenLogprob
+from mrv2.engine.request import Request, RequestStatus
+from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
+
+
+@dataclass(slots=True)
+class ScheduledEntry:
+    """One request's share of a step, kept until its output arrives."""
+
+    request: Request
+    epoch: int
+    num_tokens: int
+    yields_token: bool
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A launched step, with what its output will settle."""
+
+    step: int
+    entries: list[ScheduledEntry]
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    num_preemptions: int = 0
+    num_discarded_tokens: int = 0
+    num_stale_delivered: int = 0
+    # steps launched for a request after the one that ended it, by finish reason
+    num_wasted_steps: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Token budget, chunked prefill, mixed batches, prefix caching, preemption by recompute."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+    ) -> None:
+        self.kv = kv
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.max_chunk = long_prefill_token_threshold or max_num_batched_tokens
+        # both in order of service (`Request.key`)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self.in_flight: deque[StepRecord] = deque()
+        self.stats = SchedulerStats()
+        self.step = 0
+        self._freed: list[str] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; the caller has checked that it can be served at all."""
+        assert request.req_id not in self.requests, f"request id {request.req_id} is in use"
+        self.requests[request.req_id] = request
+        insort(self.waiting, request, key=lambda r: r.key)
+
+    def abort(self, req_ids: Iterable[str]) -> list[EngineOutput]:
+        """End requests in any state; unknown and finished ids are ignored."""
+        outputs = []
+        for req_id in req_ids:
+            request = self.requests.get(req_id)
+            if request is not None:
+                self._finish(request, "abort")
+                outputs.append(EngineOutput(req_id=req_id, new_token_ids=[], finish_reason="abort"))
+        return outputs
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Launchable work for one step, or None if nothing can run now."""
+        entries: list[ScheduledEntry] = []
+        new_requests: list[NewRequest] = []
+        new_block_ids: dict[str, tuple[list[int], ...]] = {}
+        budget = self.max_num_batched_tokens
+        preempted = False
+
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            index += 1
+            num_tokens = min(request.num_ahead - request.num_computed, budget, self.max_chunk)
+            if num_tokens <= 0 or request.sure_to_finish:
+                continue
+            added = self.kv.grow(request, request.num_computed + num_tokens)
+            while added is None:
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+                added = self.kv.grow(request, request.num_computed + num_tokens)
+            if added is None:
+                break
+            budget -= num_tokens
+            if request.has_row:
+                if added[0]:
+                    new_block_ids[request.req_id] = added
+            else:
+                new_requests.append(self._new_row(request))
+            entries.append(self._entry(request, num_tokens))
+
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
+            request = self.waiting[0]
+            if request.num_stale:
+                break
+            admitted = self._admit(request, budget)
+            if not admitted:
+                break
+            budget -= admitted
+            new_requests.append(self._new_row(request))
+            entries.append(self._entry(request, admitted))
+
+        if not entries:
+            return None
+        return self._launch(entries, new_requests, new_block_ids)
+
+    def update_from_output(self, output: StepOutput) -> list[EngineOutput]:
+        """Settle the oldest step in flight with its output; return what to tell the front end."""
+        record = self.in_flight.popleft()
+        assert record.step == output.step, f"output of step {output.step} arrived for step {record.step}"
+        sampled = output.sampled_token_ids[:, 0].tolist()
+        results: list[EngineOutput] = []
+        for row, entry in enumerate(record.entries):
+            request = entry.request
+            if request.finished:
+                request.num_wasted_steps += 1
+                reason = request.finish_reason or "abort"
+                self.stats.num_wasted_steps[reason] = self.stats.num_wasted_steps.get(reason, 0) + 1
+                self.stats.num_discarded_tokens += entry.yields_token
+                continue
+            if entry.epoch == request.epoch:
+                request.num_confirmed += entry.num_tokens
+                request.num_in_flight -= entry.yields_token
+            elif entry.yields_token:
+                request.num_stale -= 1
+                self.stats.num_stale_delivered += 1
+            if entry.yields_token:
+                results.append(self._deliver(request, sampled[row], output, row))
+            if not request.finished and entry.epoch == request.epoch:
+                self.kv.publish(request)
+        return results
+
+    def forget_rows(self) -> None:
+        """The runner was exchanged: every running request needs a row again; blocks and progress stay."""
+        assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the runner"
+        for request in self.running:
+            request.has_row = False
+        self._freed.clear()
+
+    def check(self) -> None:
+        """Assert the equations that hold between two calls."""
+        assert len(self.running) <= self.max_num_seqs, "more running requests than rows"
+        self.kv.check(self.running)
+        flying: dict[int, list[ScheduledEntry]] = {}
+        for record in self.in_flight:
+            for entry in record.entries:
+                flying.setdefault(id(entry.request), []).append(entry)
+        for r in self.requests.values():
+            mine = flying.get(id(r), [])
+            current = [e for e in mine if e.epoch == r.epoch]
+            stale = [e for e in mine if e.epoch != r.epoch]
+            assert r.num_in_flight == sum(e.yields_token for e in current), f"{r.req_id}: tokens in flight"
+            assert r.num_stale == sum(e.yields_token for e in stale), f"{r.req_id}: stale tokens"
+            assert r.num_computed - r.num_confirmed == sum(e.num_tokens for e in current), (
+                f"{r.req_id}: computed {r.num_computed} - confirmed {r.num_confirmed} != tokens in flight"
+            )
+            assert 0 <= r.num_confirmed <= r.num_computed <= r.num_ahead, f"{r.req_id}: progress out of order"
+            assert r.num_outputs + r.num_in_flight + r.num_stale <= r.max_tokens, f"{r.req_id}: too many tokens"
+            waiting = r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert waiting == (r in self.waiting), f"{r.req_id}: {r.status} but in the wrong queue"
+            assert (r.status is RequestStatus.RUNNING) == (r in self.running), f"{r.req_id}: {r.status}, wrong queue"
+            assert not (waiting and any(r.block_ids)), f"{r.req_id}: waits but holds blocks"
+            assert not (waiting and r.has_row and r.req_id not in self._freed), f"{r.req_id}: waits but keeps a row"
+
+    def _admit(self, request: Request, budget: int) -> int:
+        """Move the head of the waiting queue to running; return the tokens scheduled, 0 if it must wait."""
+        hits = self.kv.find_prefix(request)
+        num_hit_tokens = len(hits[0]) * self.kv.block_size
+        num_tokens = request.num_known - num_hit_tokens
+        if self.enable_chunked_prefill:
+            num_tokens = min(num_tokens, budget, self.max_chunk)
+        elif num_tokens > budget < self.max_num_batched_tokens:
+            return 0
+        # a request that outgrew the whole budget before it was preempted is recomputed in chunks all the same
+        num_tokens = min(num_tokens, budget)
+        if not self.kv.admit(request, hits, num_hit_tokens + num_tokens):
+            return 0
+        self.waiting.pop(0)
+        insort(self.running, request, key=lambda r: r.key)
+        request.status = RequestStatus.RUNNING
+        request.num_computed = request.num_confirmed = num_hit_tokens
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_hit_tokens
+        return num_tokens
+
+    def _entry(self, request: Request, num_tokens: int) -> ScheduledEntry:
+        request.num_computed += num_tokens
+        yields_token = request.num_computed == request.num_ahead
+        request.num_in_flight += yields_token
+        return ScheduledEntry(request, request.epoch, num_tokens, yields_token)
+
+    def _new_row(self, request: Request) -> NewRequest:
+        request.has_row = True
+        return NewRequest(
+            req_id=request.req_id,
+            token_ids=request.known_tokens(),
+            prompt_len=request.prompt_len,
+            num_computed_tokens=request.num_computed,
+            block_ids=tuple(list(group) for group in request.block_ids),
+            sampling=request.sampling,
+        )
+
+    def _launch(
+        self,
+        entries: list[ScheduledEntry],
+        new_requests: list[NewRequest],
+        new_block_ids: dict[str, tuple[list[int], ...]],
+    ) -> SchedulerOutput:
+        num_scheduled = np.array([e.num_tokens for e in entries], dtype=np.int32)
+        computed = np.array([e.request.num_computed for e in entries], dtype=np.int32)
+        scheduled = SchedulerOutput(
+            step=self.step,
+            freed_req_ids=sorted(self._freed),
+            new_requests=new_requests,
+            req_ids=[e.request.req_id for e in entries],
+            num_scheduled_tokens=num_scheduled,
+            num_computed_tokens=computed - num_scheduled,
+            yields_token=np.array([e.yields_token for e in entries], dtype=np.bool_),
+            new_block_ids=new_block_ids,
+            fresh_block_ids=self.kv.take_fresh(),
+            total_tokens=int(num_scheduled.sum()),
+        )
+        self._freed.clear()
+        self.in_flight.append(StepRecord(self.step, entries))
+        self.step += 1
+        return scheduled
+
+    def _deliver(self, request: Request, token: int, output: StepOutput, row: int) -> EngineOutput:
+        """Append one token, end the request if it must, and report it."""
+        result = EngineOutput(req_id=request.req_id, new_token_ids=[token])
+        if request.num_outputs == 0:
+            result.num_cached_tokens = max(request.num_cached_tokens, 0)
+        if token < 0:
+            result.new_token_ids = []
+            result.finish_reason, result.stop_reason = "error", "the logits of this request held NaN"
+        else:
+            request.token_ids.append(token)
+            if output.logprobs is not None and request.sampling.num_logprobs >= 0:
+                width = 1 + request.sampling.num_logprobs
+                result.logprobs = [
+                    TokenLogprob(
+                        output.logprobs.token_ids[row, :width].tolist(),
+                        output.logprobs.logprobs[row, :width].tolist(),
+                        int(output.logprobs.ranks[row]),
+                    )
+                ]
+            if token in request.stop_ids:
+                result.finish_reason, result.stop_reason = "stop", token
+            elif request.num_outputs >= request.max_tokens or request.num_known >= request.max_model_len:
+                result.finish_reason = "length"
+        if result.finish_reason is not None:
+            self._finish(request, result.finish_reason)
+        return result
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
+        self._remove(queue, request)
+        self._give_up_row(request)
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        del self.requests[request.req_id]
+
+    def _preempt(self, request: Request) -> None:
+        self._remove(self.running, request)
+        self._give_up_row(request)
+        request.reset_progress()
+        insort(self.waiting, request, key=lambda r: r.key)
+        self.stats.num_preemptions += 1
+
+    def _give_up_row(self, request: Request) -> None:
+        self.kv.free(request)
+        if request.has_row:
+            self._freed.append(request.req_id)
+            request.has_row = False
+
+    @staticmethod
+    def _remove(queue: list[Request], request: Request) -> None:
+        index = bisect_left(queue, request.key, key=lambda r: r.key)
+        assert queue[index] is request, f"request {request.req_id} is not where its key says"
+        queue.pop(index)

@@ -1,0 +1,33 @@
+"""The names of the parts of a step; the same in NVTX, the recorder, the timeline and the docs."""
+
+from __future__ import annotations
+
+# host, engine loop
+SCHEDULE = "schedule"
+EXECUTE_MODEL = "execute_model"
+SAMPLE_TOKENS = "sample_tokens"
+WAIT_OUTPUT = "wait_output"
+UPDATE_FROM_OUTPUT = "update_from_output"
+PROCESS_OUTPUTS = "process_outputs"
+
+# device, in the order of a V2 step
+UPLOAD = "upload"
+STAGED_WRITES = "staged_writes"
+GATHER_BLOCK_TABLES = "gather_block_tables"
+PREPARE_INPUTS = "prepare_inputs"
+FORWARD = "forward"
+LOGITS = "logits"
+SAMPLE = "sample"
+OUTPUT_COPY = "output_copy"
+POST_UPDATE = "post_update"
+
+# host, inside the V1 runner (its own scopes, for like-for-like timelines)
+V1_PREPROCESS = "v1: preprocess"
+V1_FORWARD = "v1: forward"
+V1_POSTPROCESS = "v1: postprocess"
+V1_SAMPLE = "v1: sample"
+V1_BOOKKEEP = "v1: bookkeep"
+V1_SCATTER_TOKENS = "v1: scatter_sampled_tokens"
+
+# kinds, the NVTX category of a range
+HOST_STAGES = frozenset({SCHEDULE, EXECUTE_MODEL, SAMPLE_TOKENS, WAIT_OUTPUT, UPDATE_FROM_OUTPUT, PROCESS_OUTPUTS})

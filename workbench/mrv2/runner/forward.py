@@ -1,0 +1,185 @@
+"""The forward pass both runners share: persistent input buffers, buckets, and CUDA graphs.
+
+Legend: T = tokens, B = requests, R = rows (``max_num_seqs``), MB = blocks a row, G = KV cache groups.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from mrv2_models.causal_lm import CausalLM
+from mrv2_models.kv_cache import LayerCache
+from mrv2_models.model_state import ForwardBatch, ModelState
+
+from mrv2.config import Knobs
+from mrv2.device import Device, Graph, Stream
+from mrv2.instrument import stages
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """Padded shape of a forward pass: the capture key and the dispatch result at once."""
+
+    num_tokens: int
+    num_reqs: int
+    # every request has exactly one query token
+    uniform_decode: bool
+
+
+class Buckets:
+    """Padded shapes; a pure function of the batch, the same whether graphs are on or off.
+
+    Decode batches are padded to 1, 2, 4 and multiples of 8 up to R; mixed batches of up to
+    `max_mixed` tokens to steps of an eighth of the next power of two, with all R rows.  Larger
+    mixed batches, and every batch without CUDA (`padded=False`), keep their exact shape.
+    """
+
+    def __init__(self, max_num_seqs: int, *, max_mixed: int, padded: bool) -> None:
+        self.max_num_seqs = max_num_seqs
+        sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
+        self.decode = tuple(sorted(s for s in sizes if s <= max_num_seqs)) if padded else ()
+        self.mixed = tuple(_mixed_sizes(max_mixed)) if padded else ()
+
+    def key(self, num_tokens: int, num_reqs: int, uniform_decode: bool) -> GraphKey:
+        """Return the padded shape of a batch."""
+        if uniform_decode and self.decode:
+            size = self.decode[bisect_left(self.decode, num_reqs)]
+            return GraphKey(size, size, True)
+        if not uniform_decode and self.mixed and num_tokens <= self.mixed[-1]:
+            return GraphKey(self.mixed[bisect_left(self.mixed, num_tokens)], self.max_num_seqs, False)
+        return GraphKey(num_tokens, num_reqs, uniform_decode)
+
+    def capturable(self) -> list[GraphKey]:
+        """Every key that a graph can serve, largest first, so that the shared memory pool is reused."""
+        decode = [GraphKey(size, size, True) for size in reversed(self.decode)]
+        mixed = [GraphKey(size, self.max_num_seqs, False) for size in reversed(self.mixed)]
+        return mixed + decode
+
+
+def _mixed_sizes(limit: int) -> list[int]:
+    sizes, size = [], 16
+    while size <= limit:
+        sizes.append(size)
+        size += max(16, (1 << size.bit_length()) // 8)
+    if sizes and sizes[-1] != limit:
+        sizes.append(limit)
+    return sizes
+
+
+class ForwardBuffers:
+    """Device inputs of the forward pass, written anew each step, in stream order, by whichever runner is on."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        blocks_per_row: int,
+        num_groups: int,
+        step_words: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        # [T]
+        self.input_ids = device.zeros((max_num_tokens,), torch.int32)
+        # [T]
+        self.positions = device.zeros((max_num_tokens,), torch.int32)
+        # [step_words]: what a V2 step uploads, headed by query_start_loc
+        self.step_words = device.zeros((step_words,), torch.int32)
+        # [R + 1]; entries past the batch repeat the token count
+        self.query_start_loc = self.step_words[: max_num_seqs + 1]
+        # [R], batch row -> request row
+        self.idx_mapping = self.step_words[max_num_seqs + 1 : 2 * max_num_seqs + 1]
+        # [R]; 0 past the batch
+        self.seq_lens = device.zeros((max_num_seqs,), torch.int32)
+        # G x [R, MB]
+        self.block_tables = [device.zeros((max_num_seqs, blocks_per_row), torch.int32) for _ in range(num_groups)]
+        # G x [T]; -1 past the batch
+        self.slot_mappings = [device.full((max_num_tokens,), -1, torch.int32) for _ in range(num_groups)]
+        # [T, H], output
+        self.hidden = device.zeros((max_num_tokens, hidden_size), dtype)
+
+
+class ForwardPass:
+    """Runs the model on the buffers, eagerly or as a graph; the only place that captures graphs."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: CausalLM,
+        model_state: ModelState,
+        kv_caches: list[LayerCache],
+        buffers: ForwardBuffers,
+        buckets: Buckets,
+    ) -> None:
+        self.device = device
+        self.model = model
+        self.model_state = model_state
+        self.kv_caches = kv_caches
+        self.buffers = buffers
+        self.buckets = buckets
+        self.graphs: dict[GraphKey, Graph] = {}
+
+    def make_batch(
+        self,
+        key: GraphKey,
+        *,
+        num_reqs: int,
+        max_query_len: int,
+        knobs: Knobs,
+        query_start_loc_np: np.ndarray | None = None,
+        max_seq_lens_np: np.ndarray | None = None,
+    ) -> ForwardBatch:
+        """Return the padded step as the model state sees it: slices of the persistent buffers."""
+        b = self.buffers
+        return ForwardBatch(
+            input_ids=b.input_ids[: key.num_tokens],
+            positions=b.positions[: key.num_tokens],
+            idx_mapping=b.idx_mapping[:num_reqs],
+            query_start_loc=b.query_start_loc[: key.num_reqs + 1],
+            seq_lens=b.seq_lens[: key.num_reqs],
+            block_tables=[t[: key.num_reqs] for t in b.block_tables],
+            slot_mappings=[s[: key.num_tokens] for s in b.slot_mappings],
+            max_query_len=max_query_len,
+            uniform_decode=key.uniform_decode,
+            attention_backend=knobs.attention if self.device.type == "cuda" else "triton",
+            query_start_loc_np=query_start_loc_np,
+            max_seq_lens_np=max_seq_lens_np,
+        )
+
+    def run(self, key: GraphKey, batch: ForwardBatch, stream: Stream, knobs: Knobs) -> bool:
+        """Submit the forward stage for a prepared batch; return whether a graph was replayed."""
+        graph = self.graphs.get(key) if knobs.cuda_graphs == "model" and knobs.attention == "triton" else None
+        if graph is not None:
+            stream.run(stages.FORWARD, graph.replay)
+            return True
+        stream.run(stages.FORWARD, self._forward, batch, self.model_state.prepare_inputs(batch))
+        return False
+
+    def capture(self, stream: Stream, knobs: Knobs) -> None:
+        """Capture a graph per bucket (CUDA only); the buffers must hold inert rows."""
+        if self.model_state.graph_support == "none":
+            return
+        for key in self.buckets.capturable():
+            mixed = not key.uniform_decode
+            if key in self.graphs or (mixed and self.model_state.graph_support != "mixed"):
+                continue
+            batch = self.make_batch(
+                key,
+                num_reqs=key.num_reqs,
+                max_query_len=key.num_tokens if mixed else 1,
+                knobs=knobs.with_changes(attention="triton"),
+            )
+            inputs = self.model_state.prepare_dummy_inputs(batch)
+            stream.run(stages.FORWARD, self._forward, batch, inputs)
+            self.graphs[key] = self.device.capture(lambda b=batch, i=inputs: self._forward(b, i), stream)
+
+    def _forward(self, batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> None:
+        """Device code: the model on the buffers, its result in `buffers.hidden`."""
+        attn = self.model_state.prepare_attn(batch)
+        hidden = self.model(attn=attn, kv_caches=self.kv_caches, **inputs)
+        self.buffers.hidden[: hidden.shape[0]].copy_(hidden)

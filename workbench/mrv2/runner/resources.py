@@ -1,0 +1,31 @@
+"""What both runners are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrv2_models.causal_lm import CausalLM
+
+from mrv2.config import Knobs
+from mrv2.device import Device
+from mrv2.runner.forward import ForwardPass
+
+
+@dataclass(slots=True, kw_only=True)
+class RunnerResources:
+    """Device, model and forward pass, owned by the executor; sizes in rows and tokens."""
+
+    device: Device
+    model: CausalLM
+    forward: ForwardPass
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    blocks_per_row: int
+    num_groups: int
+    vocab_size: int
+    # most steps in flight that any knob setting allows
+    max_queue_depth: int
+    # replaced by the executor between two steps
+    knobs: Knobs

@@ -1,0 +1,92 @@
+"""The probability-tensor sampler: softmax, divide by exponential noise, take the largest.
+
+Its noise is the stateless one of the V2 sampler: ``argmax(p / E)`` and ``argmax(log p - log E)`` are the
+same token, so that both runners give a request the same tokens.
+
+Legend: B requests (one logits row each), V vocabulary, k log-probabilities beside the sampled token's.
+"""
+
+from __future__ import annotations
+
+import torch
+from mrv2_kernels.sampling.min_p import apply_min_p
+from mrv2_kernels.sampling.noise import exponential_noise
+from mrv2_kernels.sampling.top_k_top_p import apply_top_k_top_p
+
+from mrv2.runner.v1.sampling_metadata import SamplingMetadata
+
+
+def sample(
+    # [B, V], raw; not changed
+    logits: torch.Tensor,
+    # [B] int32, position of the input token that produced the row
+    positions: torch.Tensor,
+    metadata: SamplingMetadata,
+    # [B] int64, out
+    sampled: torch.Tensor,
+    # [B, 1 + k] int64, [B, 1 + k] float32, [B] int64, out; () = not wanted
+    logprobs: tuple[torch.Tensor, ...],
+) -> None:
+    """Draw one token a row, -1 where the row holds NaN or nothing finite; device code."""
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    # [B, V]
+    raw_logprobs = logits.log_softmax(dim=-1, dtype=precise) if logprobs else None
+    logits = logits.to(precise, copy=True)
+    greedy = None if metadata.all_random else _best(logits)
+    if metadata.all_greedy:
+        assert greedy is not None, "a batch cannot be all greedy and all random"
+        sampled.copy_(greedy)
+    else:
+        sampled.copy_(_sample_random(logits, positions, metadata, greedy))
+    if raw_logprobs is not None:
+        _gather_logprobs(raw_logprobs, sampled, *logprobs)
+
+
+def _sample_random(
+    # [B, V] float32 or float64; changed
+    logits: torch.Tensor,
+    # [B] int32
+    positions: torch.Tensor,
+    metadata: SamplingMetadata,
+    # [B] int64, None = no row is greedy
+    greedy: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the drawn token of each row, the greedy one where the temperature is 0. [B] int64"""
+    rows, temperature, seeds = metadata.rows, metadata.temperature, metadata.seeds
+    assert rows is not None and temperature is not None and seeds is not None, "random rows need their parameters"
+    divisor = temperature if greedy is None else torch.where(temperature == 0.0, 1.0, temperature)
+    logits.div_(divisor.unsqueeze(1))
+    if metadata.min_p is not None:
+        apply_min_p(logits, rows, metadata.min_p)
+    if metadata.top_k is not None and metadata.top_p is not None:
+        apply_top_k_top_p(logits, rows, metadata.top_k, metadata.top_p)
+    probs = logits.softmax(dim=-1)
+    noise = torch.empty_like(probs)
+    exponential_noise(noise, seeds, positions)
+    drawn = _best(probs.div_(noise))
+    return drawn if greedy is None else torch.where(temperature == 0.0, greedy, drawn)
+
+
+# scores [B, V] -> [B] int64
+def _best(scores: torch.Tensor) -> torch.Tensor:
+    """Return the argmax of each row; -1 where it is NaN or -inf."""
+    best, token = scores.max(dim=-1)
+    return token.masked_fill(best.isnan() | (best == float("-inf")), -1)
+
+
+def _gather_logprobs(
+    # [B, V]
+    logprobs: torch.Tensor,
+    # [B] int64, -1 = none
+    sampled: torch.Tensor,
+    # [B, 1 + k] int64, [B, 1 + k] float32, [B] int64: out
+    out_ids: torch.Tensor,
+    out_logprobs: torch.Tensor,
+    out_ranks: torch.Tensor,
+) -> None:
+    """Write the sampled token's log-probability and rank, and the k most likely tokens."""
+    best, best_ids = logprobs.topk(out_ids.shape[1] - 1, dim=-1)
+    chosen = logprobs.gather(1, sampled.clamp(min=0).unsqueeze(1))
+    out_ids.copy_(torch.cat([sampled.unsqueeze(1), best_ids], dim=1))
+    out_logprobs.copy_(torch.cat([chosen, best], dim=1))
+    out_ranks.copy_((logprobs >= chosen).sum(dim=1))

@@ -1,0 +1,29 @@
+"""What the sampler must know of a batch; rebuilt whenever the batch changes.  B requests in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMetadata:
+    """Views of the persistent device arrays, None where no request of the batch uses the feature."""
+
+    all_greedy: bool
+    all_random: bool
+    # -1 = no request wants logprobs
+    max_num_logprobs: int = -1
+    # [B] int32: 0, 1, 2, ...
+    rows: torch.Tensor | None = None
+    # [B] float32, 0 = greedy
+    temperature: torch.Tensor | None = None
+    # [B] int64
+    seeds: torch.Tensor | None = None
+    # [B] float32, 1 = off; given together with top_k
+    top_p: torch.Tensor | None = None
+    # [B] int32, 0 = off
+    top_k: torch.Tensor | None = None
+    # [B] float32, 0 = off
+    min_p: torch.Tensor | None = None

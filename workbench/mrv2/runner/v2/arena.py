@@ -1,0 +1,81 @@
+"""All request state of the V2 runner: one device buffer, edited by one launch a step.
+
+Every section (token history, block tables, lengths, sampling parameters) is a view of one int32
+buffer.  What the host changes in a step, whichever sections it touches, becomes a list of ragged
+runs (start word, content); one pinned slot carries them to the device together with the batch
+header, and one kernel applies them.  Cost follows the number of changes, not of sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+
+from mrv2.device import Device
+
+_WORDS = {torch.int32: 1, torch.float32: 1, torch.int64: 2}
+
+
+class DeviceArena:
+    """Named sections of one device buffer, and the runs staged for them."""
+
+    def __init__(self, device: Device, sections: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        ordered = sorted(sections.items(), key=lambda item: -_WORDS[item[1][1]])
+        self._start: dict[str, int] = {}
+        self._row_words: dict[str, int] = {}
+        total = 0
+        for name, (shape, dtype) in ordered:
+            self._start[name] = total
+            self._row_words[name] = prod(shape[1:]) * _WORDS[dtype]
+            total += prod(shape) * _WORDS[dtype]
+        assert total < 2**31, f"request state of {total} words exceeds int32 offsets: lower max_num_seqs or max_model_len"
+        # [1, words]
+        self.words = device.zeros((1, total), torch.int32)
+        self.views: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in sections.items():
+            begin = self._start[name]
+            flat = self.words[0, begin : begin + prod(shape) * _WORDS[dtype]]
+            self.views[name] = flat.view(dtype).view(shape)
+        self._run_starts: list[int] = []
+        self._run_contents: list[np.ndarray] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.views[name]
+
+    def stage(self, name: str, row: int, values: Sequence[int] | np.ndarray, start: int = 0) -> None:
+        """Stage int32 `values` for ``section[row, start:]``."""
+        self._run_starts.append(self._start[name] + row * self._row_words[name] + start)
+        self._run_contents.append(np.asarray(values, dtype=np.int32))
+
+    def stage_scalar(self, name: str, row: int, value: int | float) -> None:
+        """Stage one element of a one-dimensional section, in the section's own dtype."""
+        dtype = self.views[name].dtype
+        if dtype == torch.int32:
+            words = np.array([value], dtype=np.int32)
+        elif dtype == torch.float32:
+            words = np.array([value], dtype=np.float32).view(np.int32)
+        else:
+            words = np.array([int(value) & (2**64 - 1)], dtype=np.uint64).view(np.int32)
+        self._run_starts.append(self._start[name] + row * self._row_words[name])
+        self._run_contents.append(words)
+
+    def take_runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Return the staged runs and forget them: starts [n], cu_lens [n+1], contents [m], longest run.
+
+        Runs that end in the same section are disjoint by construction: a row's scalars are staged
+        once when the row is taken, blocks only ever append.
+        """
+        lengths = np.fromiter((len(c) for c in self._run_contents), dtype=np.int32, count=len(self._run_contents))
+        cu_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=cu_lens[1:])
+        starts = np.array(self._run_starts, dtype=np.int32)
+        contents = np.concatenate(self._run_contents) if self._run_contents else np.zeros(0, dtype=np.int32)
+        self._run_starts, self._run_contents = [], []
+        return starts, cu_lens, contents, int(lengths.max(initial=0))
+
+    @property
+    def has_runs(self) -> bool:
+        return bool(self._run_starts)

@@ -1,0 +1,340 @@
+"""The V2 runner: request state in stable rows on the device, gathered step by step.
+
+Only what is common to every model and every request belongs in this file.  What differs from model
+to model goes behind `ModelState`, what belongs to one sampling feature behind its state object.
+
+    host   | execute_model(n)  sample_tokens(n) | execute_model(n+1) ...
+    main   |   [upload][staged writes][gather][prepare][forward][logits][sample]|[post-update] ...
+    copy   |                                                                    [output copy n]
+
+The host hands over ids and counts; it never reads a number that this step or the one before it
+computed on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
+from mrv2_kernels.inputs.post_update import post_update
+from mrv2_kernels.inputs.prepare import prepare_pos_seq_lens, prepare_prefill_inputs
+from mrv2_kernels.state.block_table import compute_slot_mapping, gather_block_tables
+from mrv2_kernels.state.staged_write import apply_staged_writes
+from mrv2_models.causal_lm import CausalLM
+from mrv2_models.model_state import ForwardBatch, ModelState
+
+from mrv2.instrument import stages
+from mrv2.runner.async_output import OutputSlots, PendingLogprobs, PinnedOutput
+from mrv2.runner.forward import ForwardBuffers
+from mrv2.runner.protocol import RunnerStats, SchedulerOutput
+from mrv2.runner.resources import RunnerResources
+from mrv2.runner.v2.request_state import RequestState
+from mrv2.runner.v2.sampler import Sampler, SamplingContext, SamplingPlan, gather_logprobs
+from mrv2.runner.v2.upload import StepUpload, UploadedBatch
+
+
+class LogitsHolder:
+    """Carries the logits from one device stage to the next; filled and read in stream order."""
+
+    __slots__ = ("ctx", "logits")
+
+    logits: torch.Tensor
+    ctx: SamplingContext
+
+
+class ExecuteModelState(NamedTuple):
+    """The hand-over from `execute_model` to `sample_tokens`."""
+
+    scheduled: SchedulerOutput
+    batch: UploadedBatch
+    forward_batch: ForwardBatch
+    plan: SamplingPlan
+    holder: LogitsHolder
+
+
+class ModelRunnerV2:
+    """Device-side input preparation, stateless sampling, one named wait a step."""
+
+    name: Literal["v1", "v2"] = "v2"
+
+    def __init__(self, resources: RunnerResources) -> None:
+        r = self.resources = resources
+        self.device = r.device
+        self.model_state = r.forward.model_state
+        self.main = r.device.stream("main")
+        self.copy_stream = r.device.stream("copy")
+        self.max_queue_depth = r.max_queue_depth
+        self.state = RequestState(
+            r.device,
+            max_num_seqs=r.max_num_seqs,
+            max_model_len=r.max_model_len,
+            blocks_per_row=r.blocks_per_row,
+            num_groups=r.num_groups,
+        )
+        self.sampler = Sampler(self.state.arena, r.max_num_seqs)
+        self.upload = StepUpload(
+            r.device, self.state.arena, r.max_num_seqs, r.forward.buffers.step_words, depth=r.max_queue_depth + 1
+        )
+        self.output_slots = OutputSlots(r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs)
+        # [R] int32 zeros: nothing is rejected without drafts
+        self.num_rejected = r.device.zeros((r.max_num_seqs,), torch.int32)
+        # [R + 1] int32: one logits row a request
+        self.cu_num_logits = r.device.empty((r.max_num_seqs + 1,), torch.int32)
+        self.main.run(stages.UPLOAD, _fill_arange, self.cu_num_logits)
+        # [R] int32, written by each step
+        self.logits_indices = r.device.zeros((r.max_num_seqs,), torch.int32)
+        self.stats = RunnerStats()
+        self._pending: ExecuteModelState | None = None
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Update rows, prepare the batch on the device, and submit the forward pass."""
+        assert self._pending is None, "execute_model was called twice without sample_tokens"
+        rows = self._update_rows(scheduled)
+        num_reqs, num_tokens = scheduled.num_reqs, scheduled.total_tokens
+        max_query_len = int(scheduled.num_scheduled_tokens.max())
+        has_prefill = bool((scheduled.num_computed_tokens < self.state.prefill_len_np[rows]).any())
+        key = self.resources.forward.buckets.key(num_tokens, num_reqs, max_query_len == 1)
+
+        forward, knobs = self.resources.forward, self.resources.knobs
+        batch = self.upload.submit(self.main, scheduled, rows)
+        forward_batch = forward.make_batch(
+            key,
+            num_reqs=num_reqs,
+            max_query_len=max_query_len,
+            knobs=knobs,
+            query_start_loc_np=np.concatenate(([0], np.cumsum(scheduled.num_scheduled_tokens))),
+            max_seq_lens_np=scheduled.num_computed_tokens + scheduled.num_scheduled_tokens,
+        )
+        self._submit_preparation(batch, forward_batch, has_prefill)
+        replayed = forward.run(key, forward_batch, self.main, knobs)
+
+        holder = LogitsHolder()
+        self.main.run(
+            stages.LOGITS,
+            self._compute_logits,
+            holder,
+            self.resources.model,
+            forward.buffers,
+            batch,
+            None if key.uniform_decode else self.logits_indices[:num_reqs],
+        )
+        self.stats.num_steps += 1
+        self.stats.num_graph_replays += replayed
+        self._pending = ExecuteModelState(scheduled, batch, forward_batch, self.sampler.plan(rows), holder)
+
+    def sample_tokens(self) -> PinnedOutput:
+        """Sample, send the output on its way, and advance the rows."""
+        assert self._pending is not None, "sample_tokens needs an execute_model before it"
+        (scheduled, batch, forward_batch, plan, holder), self._pending = self._pending, None
+        # [B, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
+        sampled = self.device.empty((scheduled.num_reqs, 1), torch.int64)
+        self.main.run(stages.SAMPLE, self._sample, holder, self.sampler, plan, sampled)
+        output = self._copy_output(scheduled, plan, holder, sampled)
+        self.main.run(
+            stages.POST_UPDATE,
+            self._post_update,
+            self.state,
+            self.model_state,
+            batch,
+            forward_batch,
+            sampled,
+            self.num_rejected[: scheduled.num_reqs],
+        )
+        self.upload.release(batch, self.main.record_event())
+        return output
+
+    def reset(self) -> None:
+        """Forget every request."""
+        self.state.reset()
+
+    def _update_rows(self, scheduled: SchedulerOutput) -> np.ndarray:
+        """Apply the scheduler's changes to the rows; return the batch as rows. [B] int32"""
+        state = self.state
+        for row in state.free(scheduled.freed_req_ids):
+            self.model_state.remove_request(row)
+        for request in scheduled.new_requests:
+            row = state.add(request, self.sampler)
+            self.model_state.add_request(row, request.token_ids, request.num_computed_tokens)
+        for req_id, block_ids in scheduled.new_block_ids.items():
+            state.append_blocks(req_id, block_ids)
+        row_of = state.row_of
+        return np.array([row_of[req_id] for req_id in scheduled.req_ids], dtype=np.int32)
+
+    def _submit_preparation(self, batch: UploadedBatch, forward_batch: ForwardBatch, has_prefill: bool) -> None:
+        state = self.state
+        if batch.num_runs:
+            self.main.run(stages.STAGED_WRITES, self._apply_runs, state.arena.words, batch)
+        self.main.run(stages.GATHER_BLOCK_TABLES, self._gather_block_tables, state, forward_batch)
+        self.main.run(
+            stages.PREPARE_INPUTS,
+            self._prepare_inputs,
+            state,
+            self.model_state,
+            forward_batch,
+            self.cu_num_logits,
+            self.logits_indices,
+            self.resources.block_size,
+            has_prefill,
+        )
+
+    def _copy_output(
+        self, scheduled: SchedulerOutput, plan: SamplingPlan, holder: LogitsHolder, sampled: torch.Tensor
+    ) -> PinnedOutput:
+        """Start the device-to-host copy before anything else of this step runs."""
+        num_reqs, width = scheduled.num_reqs, 1 + plan.num_logprobs
+        slot = self.output_slots.take()
+        pairs = [(slot[:num_reqs], sampled)]
+        pending = None
+        if width:
+            shapes = (((num_reqs, width), torch.int64), ((num_reqs, width), torch.float32), ((num_reqs,), torch.int64))
+            on_device = [self.device.empty(shape, dtype) for shape, dtype in shapes]
+            on_host = [self.device.pinned(shape, dtype) for shape, dtype in shapes]
+            self.main.run(stages.SAMPLE, self._gather_logprobs, holder, sampled, *on_device)
+            pairs += zip(on_host, on_device, strict=True)
+            pending = PendingLogprobs(*on_host)
+        stream = self.copy_stream if self.resources.knobs.output_copy == "side_stream" else self.main
+        if stream is not self.main:
+            stream.wait_event(self.main.record_event())
+        for target, source in pairs:
+            stream.copy(stages.OUTPUT_COPY, target, source)
+        return PinnedOutput(
+            step=scheduled.step,
+            req_ids=scheduled.req_ids,
+            num_sampled=scheduled.yields_token.astype(np.int32),
+            done=stream.record_event(),
+            slot=slot,
+            slots=self.output_slots,
+            keep_alive=tuple(source for _, source in pairs),
+            logprobs=pending,
+        )
+
+    # Device code: reads nothing but its arguments.
+
+    @staticmethod
+    def _apply_runs(words: torch.Tensor, batch: UploadedBatch) -> None:
+        apply_staged_writes(
+            words, batch.run_rows, batch.run_starts, batch.run_cu_lens, batch.run_contents, max_len=batch.max_run
+        )
+
+    @staticmethod
+    def _gather_block_tables(state: RequestState, batch: ForwardBatch) -> None:
+        for group, table in enumerate(batch.block_tables):
+            source = state.arena[f"block_table_{group}"]
+            gather_block_tables(table, source, state.arena["num_blocks"], batch.idx_mapping)
+
+    @staticmethod
+    def _prepare_inputs(
+        state: RequestState,
+        model_state: ModelState,
+        batch: ForwardBatch,
+        # [R + 1]
+        cu_num_logits: torch.Tensor,
+        # [R], out
+        logits_indices: torch.Tensor,
+        block_size: int,
+        has_prefill: bool,
+    ) -> None:
+        arena = state.arena
+        idx_mapping, query_start_loc = batch.idx_mapping, batch.query_start_loc
+        if has_prefill:
+            prepare_prefill_inputs(
+                batch.input_ids,
+                idx_mapping,
+                query_start_loc,
+                arena["token_ids"],
+                arena["prefill_len"],
+                arena["num_computed_tokens"],
+                max_query_len=batch.max_query_len,
+            )
+        prepare_pos_seq_lens(
+            batch.positions,
+            batch.seq_lens,
+            idx_mapping,
+            query_start_loc,
+            arena["num_computed_tokens"],
+            max_query_len=batch.max_query_len,
+        )
+        combine_sampled_and_draft_tokens(
+            batch.input_ids,
+            logits_indices,
+            idx_mapping,
+            query_start_loc,
+            batch.seq_lens,
+            arena["prefill_len"],
+            state.last_sampled_tokens,
+            state.draft_tokens,
+            cu_num_logits,
+        )
+        for group, slots in enumerate(batch.slot_mappings):
+            compute_slot_mapping(
+                slots,
+                arena[f"block_table_{group}"],
+                idx_mapping,
+                query_start_loc,
+                batch.positions,
+                block_size=block_size,
+            )
+        model_state.apply_staged_writes()
+        model_state.preprocess_state(batch)
+
+    @staticmethod
+    def _compute_logits(
+        holder: LogitsHolder,
+        model: CausalLM,
+        buffers: ForwardBuffers,
+        batch: UploadedBatch,
+        # [N], None = row i of the batch is token i
+        logits_indices: torch.Tensor | None,
+    ) -> None:
+        num_reqs = batch.idx_mapping.shape[0]
+        if logits_indices is None:
+            hidden, positions = buffers.hidden[:num_reqs], buffers.positions[:num_reqs]
+        else:
+            hidden = buffers.hidden.index_select(0, logits_indices)
+            positions = buffers.positions.index_select(0, logits_indices)
+        holder.logits = model.compute_logits(hidden)
+        holder.ctx = SamplingContext(batch.idx_mapping, positions)
+
+    @staticmethod
+    def _sample(holder: LogitsHolder, sampler: Sampler, plan: SamplingPlan, sampled: torch.Tensor) -> None:
+        sampler.sample(holder.logits, holder.ctx, plan, sampled.view(-1))
+
+    @staticmethod
+    def _gather_logprobs(
+        holder: LogitsHolder,
+        sampled: torch.Tensor,
+        ids: torch.Tensor,
+        logprobs: torch.Tensor,
+        ranks: torch.Tensor,
+    ) -> None:
+        gather_logprobs(holder.logits, sampled.view(-1), ids, logprobs, ranks)
+
+    @staticmethod
+    def _post_update(
+        state: RequestState,
+        model_state: ModelState,
+        batch: UploadedBatch,
+        forward_batch: ForwardBatch,
+        sampled: torch.Tensor,
+        # [B] int32
+        num_rejected: torch.Tensor,
+    ) -> None:
+        arena = state.arena
+        post_update(
+            arena["num_computed_tokens"],
+            arena["total_len"],
+            state.last_sampled_tokens,
+            arena["token_ids"],
+            batch.idx_mapping,
+            forward_batch.query_start_loc,
+            sampled,
+            batch.num_sampled,
+            num_rejected,
+        )
+        model_state.postprocess_state(forward_batch, batch.num_sampled)
+
+
+def _fill_arange(out: torch.Tensor) -> None:
+    torch.arange(out.shape[0], out=out)

@@ -1,0 +1,81 @@
+"""Stable rows: a request takes one when it is added and keeps it until it finishes or is preempted."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mrv2.device import Device
+from mrv2.runner.protocol import NewRequest
+from mrv2.runner.v2.arena import DeviceArena
+from mrv2.runner.v2.sampler import SAMPLING_SECTIONS, Sampler
+
+
+class RequestState:
+    """The device's truth about every request, and the host's few mirrors of it.
+
+    The host writes a row when it is taken; afterwards only the device advances `num_computed_tokens`,
+    `total_len`, `last_sampled_tokens` and the token history.
+    """
+
+    def __init__(
+        self, device: Device, *, max_num_seqs: int, max_model_len: int, blocks_per_row: int, num_groups: int
+    ) -> None:
+        rows = (max_num_seqs,)
+        sections: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "token_ids": ((max_num_seqs, max_model_len), torch.int32),
+            "prefill_len": (rows, torch.int32),
+            "total_len": (rows, torch.int32),
+            "num_computed_tokens": (rows, torch.int32),
+            "num_blocks": (rows, torch.int32),
+            **{name: (rows, dtype) for name, dtype in SAMPLING_SECTIONS.items()},
+        }
+        for group in range(num_groups):
+            sections[f"block_table_{group}"] = ((max_num_seqs, blocks_per_row), torch.int32)
+        self.arena = DeviceArena(device, sections)
+        self.num_groups = num_groups
+        # device only: [R] int64, [R, 0] int64
+        self.last_sampled_tokens = device.zeros(rows, torch.int64)
+        self.draft_tokens = device.zeros((max_num_seqs, 0), torch.int64)
+        # [R] host mirrors
+        self.prefill_len_np = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_blocks_np = np.zeros(max_num_seqs, dtype=np.int32)
+        self.row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def free(self, req_ids: list[str]) -> list[int]:
+        """Give rows back and return them; `req_ids` are sorted, so that every rank frees in one order."""
+        rows = [self.row_of.pop(req_id) for req_id in req_ids]
+        self._free_rows.extend(rows)
+        return rows
+
+    def add(self, request: NewRequest, sampler: Sampler) -> int:
+        """Take a row for `request` and stage everything the device must know of it."""
+        assert self._free_rows, f"no free row for request {request.req_id}: the scheduler admitted too many"
+        row = self._free_rows.pop()
+        self.row_of[request.req_id] = row
+        arena, num_tokens = self.arena, len(request.token_ids)
+        self.prefill_len_np[row] = num_tokens
+        self.num_blocks_np[row] = len(request.block_ids[0])
+        arena.stage("token_ids", row, request.token_ids)
+        arena.stage_scalar("prefill_len", row, num_tokens)
+        arena.stage_scalar("total_len", row, num_tokens)
+        arena.stage_scalar("num_computed_tokens", row, request.num_computed_tokens)
+        arena.stage_scalar("num_blocks", row, len(request.block_ids[0]))
+        for group, block_ids in enumerate(request.block_ids):
+            arena.stage(f"block_table_{group}", row, block_ids)
+        sampler.add(row, request.sampling)
+        return row
+
+    def append_blocks(self, req_id: str, block_ids: tuple[list[int], ...]) -> None:
+        """Extend a row's block tables."""
+        row = self.row_of[req_id]
+        start = int(self.num_blocks_np[row])
+        for group, new in enumerate(block_ids):
+            self.arena.stage(f"block_table_{group}", row, new, start)
+        self.num_blocks_np[row] += len(block_ids[0])
+        self.arena.stage_scalar("num_blocks", row, int(self.num_blocks_np[row]))
+
+    def reset(self) -> None:
+        """Forget every request."""
+        self.free(sorted(self.row_of))

@@ -1,0 +1,122 @@
+"""Everything a step sends to the device, in one pinned slot and one copy.
+
+    slot: | query_start_loc [R+1] | idx_mapping [R] | num_sampled [R] | run starts [n] | cu_lens [n+1] | contents [m] |
+
+The device half is one persistent buffer (`ForwardBuffers.step_words`; its head is what graphs read as
+`query_start_loc`): the copy of step n+1 is ordered behind every reader of step n on the main stream.
+The pinned half is a ring, for the host runs ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mrv2.device import Device, Event, PinnedRing, Stream
+from mrv2.instrument import stages
+from mrv2.runner.protocol import SchedulerOutput
+from mrv2.runner.v2.arena import DeviceArena
+
+
+@dataclass(slots=True)
+class UploadedBatch:
+    """Device views of one step's upload."""
+
+    # [B] int32, batch row -> request row
+    idx_mapping: torch.Tensor
+    # [B] int32: 1 if the request yields a token in this step
+    num_sampled: torch.Tensor
+    # [n], [n], [n+1], [m] int32
+    run_rows: torch.Tensor
+    run_starts: torch.Tensor
+    run_cu_lens: torch.Tensor
+    run_contents: torch.Tensor
+    num_runs: int
+    max_run: int
+    # the pinned slot and its ring, for the release
+    slot: torch.Tensor
+    ring: PinnedRing
+
+
+def step_words_capacity(*, max_num_seqs: int, max_model_len: int, blocks_per_row: int, num_groups: int) -> int:
+    """Return the words that the largest possible step uploads: every row taken anew with a full history."""
+    runs_per_row = 16 + 2 * num_groups
+    words_per_row = max_model_len + num_groups * blocks_per_row + 3 * runs_per_row
+    return 3 * max_num_seqs + 2 + max_num_seqs * words_per_row
+
+
+class StepUpload:
+    """Packs a step's batch header and staged runs and submits their copy."""
+
+    def __init__(
+        self,
+        device: Device,
+        arena: DeviceArena,
+        max_num_seqs: int,
+        # [capacity] int32, device
+        step_words: torch.Tensor,
+        *,
+        depth: int,
+    ) -> None:
+        self.device = device
+        self.arena = arena
+        self.max_num_seqs = max_num_seqs
+        self.words = step_words
+        self.depth = depth
+        self.header = 3 * max_num_seqs + 1
+        # [capacity]: all runs edit row 0 of the arena
+        self.zeros = device.zeros((step_words.shape[0],), torch.int32)
+        # short prompts fit from the start; a rare larger step grows the ring
+        self._make_ring(min(step_words.shape[0], self.header + 64 * max_num_seqs + (1 << 18)))
+
+    def _make_ring(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.ring = PinnedRing(self.device, self.depth, (capacity,), torch.int32, name="step upload")
+
+    def submit(
+        self,
+        stream: Stream,
+        scheduled: SchedulerOutput,
+        # [B] int32
+        rows: np.ndarray,
+    ) -> UploadedBatch:
+        """Submit the copy of one step; the batch must be released with an event at the end of the step."""
+        num_reqs, max_num_seqs = len(rows), self.max_num_seqs
+        starts, cu_lens, contents, max_run = self.arena.take_runs()
+        num_runs = len(starts)
+        used = self.header + 2 * num_runs + 1 + len(contents)
+        if used > self.capacity:
+            self._make_ring(min(self.words.shape[0], 1 << (used - 1).bit_length()))
+        slot = self.ring.acquire(scheduled.step)
+        host = slot.numpy()
+        host[0] = 0
+        np.cumsum(scheduled.num_scheduled_tokens, out=host[1 : num_reqs + 1])
+        host[num_reqs + 1 : max_num_seqs + 1] = scheduled.total_tokens
+        at = max_num_seqs + 1
+        host[at : at + num_reqs] = rows
+        host[at + max_num_seqs : at + max_num_seqs + num_reqs] = scheduled.yields_token
+        at = self.header
+        host[at : at + num_runs] = starts
+        host[at + num_runs : at + 2 * num_runs + 1] = cu_lens
+        host[at + 2 * num_runs + 1 : used] = contents
+        words = self.words
+        stream.copy(stages.UPLOAD, words[:used], slot[:used])
+        return UploadedBatch(
+            idx_mapping=words[max_num_seqs + 1 : max_num_seqs + 1 + num_reqs],
+            num_sampled=words[2 * max_num_seqs + 1 : 2 * max_num_seqs + 1 + num_reqs],
+            run_rows=self.zeros[:num_runs],
+            run_starts=words[at : at + num_runs],
+            run_cu_lens=words[at + num_runs : at + 2 * num_runs + 1],
+            run_contents=words[at + 2 * num_runs + 1 : used],
+            num_runs=num_runs,
+            max_run=max_run,
+            slot=slot,
+            ring=self.ring,
+        )
+
+    @staticmethod
+    def release(batch: UploadedBatch, end_of_step: Event) -> None:
+        """Give the pinned slot back to its ring once `end_of_step` has passed."""
+        batch.ring.release(batch.slot, end_of_step)
