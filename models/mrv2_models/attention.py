@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+
 from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_decode
 from mrv2_kernels.attention.kv_write import write_kv
 from mrv2_kernels.attention.paged import paged_attention

@@ -47,14 +47,16 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._data = np.memmap(self.path, dtype=np.uint8, mode="r")
+        if not self.path.is_file() or self.path.stat().st_size < len(MAGIC):
+            raise ModelFileError(f"{self.path} does not exist or is empty")
+        self._data = memoryview(np.memmap(self.path, dtype=np.uint8, mode="r"))
         self._position = 0
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         try:
             self._parse()
-        except struct.error as error:
-            raise ModelFileError(f"{self.path} ends inside its header; download it again") from error
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ModelFileError(f"{self.path} is damaged or ends inside its header; download it again") from error
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor as float32."""
@@ -63,7 +65,9 @@ class GGUFFile:
         if tensor.type_id == F32:
             return self._block_array(tensor, np.dtype("<f4"), size).reshape(tensor.shape).copy()
         if tensor.type_id not in (Q4_1, Q8_0):
-            raise ModelFileError(f"{self.path}: tensor {name!r} has type {tensor.type_id}; only F32, Q4_1 and Q8_0 are read")
+            raise ModelFileError(
+                f"{self.path}: tensor {name!r} has type {tensor.type_id}; only F32, Q4_1 and Q8_0 are read"
+            )
         if tensor.shape[-1] % BLOCK:
             raise ModelFileError(f"{self.path}: rows of tensor {name!r} must be a multiple of {BLOCK}: {tensor.shape}")
         if tensor.type_id == Q8_0:
@@ -85,7 +89,7 @@ class GGUFFile:
                 f"{self.path} has {len(self._data)} bytes, but tensor {tensor.name!r} ends at byte {stop}; "
                 "the file is truncated, download it again"
             )
-        return self._data[tensor.offset : stop].view(dtype)
+        return np.frombuffer(self._data[tensor.offset : stop], dtype)
 
     def _parse(self) -> None:
         if self._data[:4].tobytes() != MAGIC:

@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from mrv2_kernels.layers import rms_norm, silu_and_mul
 from torch import nn
 
+from mrv2_kernels.layers import rms_norm, silu_and_mul
 from mrv2_models.parallel import Shard, all_gather_last, all_reduce
 
 

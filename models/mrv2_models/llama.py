@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from mrv2_kernels.layers import rotary_embedding
 
+from mrv2_kernels.layers import rotary_embedding
 from mrv2_models.causal_lm import CausalLM, SelfAttention
 
 

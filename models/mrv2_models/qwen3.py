@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from mrv2_kernels.layers import qk_norm_rope
 
+from mrv2_kernels.layers import qk_norm_rope
 from mrv2_models.causal_lm import CausalLM, SelfAttention
 from mrv2_models.config import ModelConfig
 from mrv2_models.layers import Placement, RMSNorm, WeightSource

@@ -105,14 +105,14 @@ def load_model(
     length = config.max_model_len if max_model_len is None else max_model_len
     if not 1 <= length <= config.max_model_len:
         raise ValueError(f"max_model_len={length} must be in 1..{config.max_model_len}, what {config.name!r} allows")
-    device = torch.device(device)
+    target = torch.device(device)
     torch_dtype = config.resolve_dtype(dtype)
-    if device.type == "cuda" and torch_dtype == torch.float64:
+    if target.type == "cuda" and torch_dtype == torch.float64:
         raise UnsupportedModelError("dtype float64 runs on the CPU only; on CUDA use float32, bfloat16 or float16")
-    place = Placement(torch_dtype, device, Shard(rank, world_size))
+    place = Placement(torch_dtype, target, Shard(rank, world_size))
     # angles keep at least float32 precision: half types would blur positions beyond a few hundred
     table_dtype = torch.float64 if place.dtype == torch.float64 else torch.float32
-    cos_sin = cos_sin_table(config.rope, config.head_dim, length).to(table_dtype).to(device)
+    cos_sin = cos_sin_table(config.rope, config.head_dim, length).to(table_dtype).to(target)
     loaded = FAMILIES[config.model_type](config, cos_sin, place)
     if load_format == "dummy":
         fill_random(loaded, seed)
@@ -124,10 +124,10 @@ def load_model(
 
 def available_models() -> list[ModelInfo]:
     """Return every model that can be named: the fetchable ones first, then the presets."""
-    fetchable = [(name, smollm2.SHAPE_PRESET, "fetch") for name in FETCHABLE]
-    presets = [(name, name, "preset") for name in preset_names()]
-    infos = []
-    for name, preset, kind in (*fetchable, *presets):
-        config = ModelConfig.from_preset(preset)
-        infos.append(ModelInfo(name, config.model_type, config.num_parameters, kind))
-    return infos
+    fetchable = [_model_info(name, smollm2.SHAPE_PRESET, "fetch") for name in FETCHABLE]
+    return fetchable + [_model_info(name, name, "preset") for name in preset_names()]
+
+
+def _model_info(name: str, preset: str, kind: Literal["preset", "fetch"]) -> ModelInfo:
+    config = ModelConfig.from_preset(preset)
+    return ModelInfo(name, config.model_type, config.num_parameters, kind)

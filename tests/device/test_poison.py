@@ -40,7 +40,11 @@ def test_integer_garbage_is_out_of_range_as_an_index(device: Device, dtype: torc
         torch.zeros(1000)[device.empty(1, dtype)]
 
 
-def _read_on_side_stream(device: Device, *, keep_reference: bool) -> torch.Tensor:
+def _copy(*, dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.copy_(src)
+
+
+def _read_on_side_stream(device: Device, *, keep_reference: bool, by_keyword: bool = False) -> torch.Tensor:
     """Let the side stream read a tensor of the main stream after its owner may have dropped it."""
     main, side, out = device.main, device.stream("copy"), device.pinned(4)
     x = device.zeros(4)
@@ -48,7 +52,10 @@ def _read_on_side_stream(device: Device, *, keep_reference: bool) -> torch.Tenso
     side.wait_stream(main)
     gate = threading.Event()
     side.run("gate", gate.wait, 10.0)
-    side.copy("output_copy", out, x)
+    if by_keyword:
+        side.run("output_copy", _copy, dst=out, src=x)
+    else:
+        side.copy("output_copy", out, x)
     done = side.record_event()
     held = x if keep_reference else None
     del x
@@ -59,8 +66,9 @@ def _read_on_side_stream(device: Device, *, keep_reference: bool) -> torch.Tenso
     return out
 
 
-def test_a_missing_reference_on_a_side_stream_reads_garbage(device: Device) -> None:
-    assert _is_garbage(_read_on_side_stream(device, keep_reference=False))
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_missing_reference_on_a_side_stream_reads_garbage(device: Device, by_keyword: bool) -> None:
+    assert _is_garbage(_read_on_side_stream(device, keep_reference=False, by_keyword=by_keyword))
 
 
 def test_a_held_reference_is_not_disturbed(device: Device) -> None:

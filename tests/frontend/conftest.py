@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from frontend.fake_core import byte_fallback_tokenizer, byte_level_tokenizer, fake_core, write_model_folder
 
+from frontend.fake_core import byte_fallback_tokenizer, byte_level_tokenizer, fake_core, write_model_folder
 from mrv2.llm import LLM
 from mrv2.tokenizer import Tokenizer
 

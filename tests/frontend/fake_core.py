@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from mrv2_models.config import PRESET_DIR, ModelConfig
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot, TokenLogprob
 from mrv2.errors import RequestError
+from mrv2_models.config import PRESET_DIR, ModelConfig
 
 # prompts that begin with one of these make the core misbehave
 CRASH_TOKEN, EXIT_TOKEN, INTERRUPT_TOKEN = 500, 501, 502
@@ -30,7 +30,9 @@ CORPUS = [
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}\n"
-    "    {% if message.role == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}\n"
+    "    {% if message.role == 'system' and not loop.first %}\n"
+    "        {{ raise_exception('system must come first') }}\n"
+    "    {% endif %}\n"
     "<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
     "{% endfor %}\n"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from frontend.fake_core import CRASH_TOKEN, EXIT_TOKEN, INTERRUPT_TOKEN, broken_core, fake_core
 
+from frontend.fake_core import CRASH_TOKEN, EXIT_TOKEN, INTERRUPT_TOKEN, broken_core, fake_core
 from mrv2 import ConfigError, EngineConfig, EngineDeadError, RequestError, SamplingParams
 from mrv2.engine.client import EngineClient, InprocClient, ThreadClient, make_client
 from mrv2.engine.messages import EngineOutput, EngineRequest
@@ -45,8 +45,24 @@ def num_finished(outputs: list[EngineOutput]) -> int:
     return sum(output.finish_reason is not None for output in outputs)
 
 
+@pytest.fixture(scope="module", params=PLACES)
+def shared_client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
+    with make_client(CONFIG, request.param, fake_core) as made:
+        yield made
+
+
+@pytest.fixture
+def client(shared_client: EngineClient) -> Iterator[EngineClient]:
+    """An idle engine that the test leaves alive; what it left running is aborted."""
+    yield shared_client
+    shared_client.set(runner="v2")
+    shared_client.abort(["a", "b", "c", "d"])
+    while shared_client.snapshot().steps_in_flight or shared_client.poll(0.05):
+        pass
+
+
 @pytest.fixture(params=PLACES)
-def client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
+def doomed_client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
     with make_client(CONFIG, request.param, fake_core) as made:
         yield made
 
@@ -96,7 +112,8 @@ def test_recording(client: EngineClient) -> None:
     assert context.recorder is None
 
 
-def test_a_crash_reaches_every_caller_with_its_text(client: EngineClient) -> None:
+def test_a_crash_reaches_every_caller_with_its_text(doomed_client: EngineClient) -> None:
+    client = doomed_client
     client.submit([request("a", [CRASH_TOKEN])])
     with pytest.raises(EngineDeadError, match="scripted crash"):
         collect(client, lambda found: False)
@@ -105,7 +122,9 @@ def test_a_crash_reaches_every_caller_with_its_text(client: EngineClient) -> Non
             call()
 
 
-def test_a_closed_engine_says_so(client: EngineClient) -> None:
+@pytest.mark.parametrize("place", ["inproc", "thread"])
+def test_a_closed_engine_says_so(place: str) -> None:
+    client = make_client(CONFIG, place, fake_core)
     client.close()
     client.close()
     with pytest.raises(EngineDeadError, match="closed"):
@@ -145,6 +164,9 @@ def test_a_process_that_exits_or_is_killed_is_reported() -> None:
         client.submit([request("a", [EXIT_TOKEN])])
         with pytest.raises(EngineDeadError, match="exit code 7"):
             collect(client, lambda found: False)
+    client.close()
+    with pytest.raises(EngineDeadError, match="exit code 7"):
+        client.snapshot()
     with ProcessClient(CONFIG, fake_core) as client:
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)

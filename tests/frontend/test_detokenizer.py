@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from frontend.fake_core import CORPUS, ids_of_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frontend.fake_core import CORPUS, ids_of_bytes
 from mrv2 import SamplingParams
 from mrv2.engine.detokenizer import (
     ByteLevelDecoder,

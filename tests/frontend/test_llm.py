@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frontend.fake_core import CRASH_TOKEN, FakeCore, fake_core, fake_core_of_three
 
+from frontend.fake_core import CRASH_TOKEN, FakeCore, fake_core, fake_core_of_three
 from mrv2 import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
 from mrv2.engine.client import InprocClient
 from mrv2.prompts import parse_prompts
 
-TEN = SamplingParams(max_tokens=10)
+TEN = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
 def core_of(llm: LLM) -> FakeCore:
@@ -44,7 +44,7 @@ def test_forms_of_prompts(llm: LLM) -> None:
         ({"text": "x"}, "prompt key 'text'"),
         ({"prompt_token_idz": [1]}, "did you mean 'prompt_token_ids'"),
         ({}, "must be a str"),
-        ([None], "integers"),
+        ([None], "must be a str"),
     ],
 )
 def test_bad_prompts_are_refused(llm: LLM, prompt: Any, message: str) -> None:
@@ -96,9 +96,9 @@ def test_a_refused_request_disturbs_nothing(model_folder: Path) -> None:
 
 def test_an_exception_inside_generate_aborts_what_it_submitted(llm: LLM) -> None:
     class Broken:
-        format_dict = {"elapsed": 1.0}
+        def __init__(self, **options: Any) -> None:
+            self.format_dict = {"elapsed": 1.0}
 
-        def __init__(self, **options: Any) -> None: ...
         def set_postfix_str(self, text: str, refresh: bool) -> None:
             raise OSError("terminal gone")
 
@@ -175,7 +175,7 @@ def test_stop_strings_end_the_sequence_in_the_engine_too(model_folder: Path, fac
 
 def test_the_end_token_ends_a_sequence_unless_ignored(llm: LLM) -> None:
     end = llm.get_tokenizer().eos_token_ids[0]
-    ended, ignored = llm.generate([[5, end, 6]] * 2, [TEN, TEN.replace(ignore_eos=True)], use_tqdm=False)
+    ended, ignored = llm.generate([[5, end, 6]] * 2, [TEN.replace(ignore_eos=False), TEN], use_tqdm=False)
     assert ended.outputs[0].token_ids == [5, end]
     assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", None)
     assert ignored.outputs[0].token_ids == [5, end, 6, 5, end, 6, 5, end, 6, 5]

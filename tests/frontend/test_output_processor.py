@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +56,7 @@ def test_all_kinds_agree_however_the_tokens_arrive(
     tokens = tokenizer.encode(text)
     borders = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     splits = [
-        [tokens[a:b] for a, b in zip(borders, borders[1:], strict=False)] or [[]],
+        [tokens[a:b] for a, b in pairwise(borders)] or [[]],
         [[token] for token in tokens] or [[]],
     ]
     seen = set()

@@ -155,7 +155,11 @@ def _set_debug_mode(mode: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def test_device_spans_lie_on_the_host_clock_in_order_and_cost_no_sync(device: CudaDevice) -> None:
+@pytest.mark.parametrize("anchor_life_ms", [1000.0, 0.0])
+def test_device_spans_lie_on_the_host_clock_in_order_and_cost_no_sync(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, anchor_life_ms: float
+) -> None:
+    monkeypatch.setattr("mrv2.device.cuda._ANCHOR_LIFE_MS", anchor_life_ms)
     copy = device.stream("copy")
     with recording(device) as rec:
         before = time.perf_counter_ns()

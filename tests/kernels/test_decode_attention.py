@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrv2_kernels.attention.decode import MAX_SPLITS, decode_num_splits, paged_attention_decode
+from mrv2_kernels.attention.decode import MAX_SPLIT_PAIRS, MAX_SPLITS, decode_num_splits, paged_attention_decode
 from paged_cases import PagedCase, paged_case
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
@@ -63,6 +63,21 @@ def test_shares_cover_the_context_once(num_splits: int, length: int) -> None:
 def test_other_dtypes(twin: str, dtype: torch.dtype) -> None:
     case = paged_case([1, 1], [70, 130], num_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype, padding=1)
     _decode(twin, case, num_splits=2)
+
+
+def test_a_launch_leaves_the_next_one_nothing_to_trip_over() -> None:
+    case = paged_case([1, 1], [97, 40], num_heads=4, num_kv_heads=2, head_dim=64, padding=1)
+    for num_splits in (4, 4, 2, 8):
+        _decode("triton", case, num_splits)
+
+
+def test_more_pairs_than_counters_are_refused() -> None:
+    case = paged_case([1], [4], num_heads=2, num_kv_heads=1, head_dim=64)
+    q = case.q.expand(MAX_SPLIT_PAIRS + 1, -1, -1)
+    with pytest.raises(ValueError, match="take num_splits from decode_num_splits"):
+        paged_attention_decode.triton(
+            q, case.k_cache, case.v_cache, case.block_tables, case.seq_lens, q, scale=1.0, num_splits=2
+        )
 
 
 def test_scratch_may_be_handed_in_and_hold_anything() -> None:

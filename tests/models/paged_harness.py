@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from mrv2_models.attention import AttentionBackend
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.kv_cache import allocate_kv_caches, group_specs
@@ -38,7 +39,9 @@ class PagedHarness:
         self.blocks: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
 
-    def step(self, tokens: dict[str, list[int]], *, pad_tokens: int = 0, pad_requests: int = 0) -> dict[str, torch.Tensor]:
+    def step(
+        self, tokens: dict[str, list[int]], *, pad_tokens: int = 0, pad_requests: int = 0
+    ) -> dict[str, torch.Tensor]:
         """Run the next tokens of some requests; return their logits, ``[number of tokens, V]`` each."""
         batch = self._batch(tokens, pad_tokens, pad_requests)
         inputs, attn = self.state.prepare_inputs(batch), self.state.prepare_attn(batch)

@@ -1,19 +1,22 @@
 """Paged attention of one query token a request, with the context split over programs.
 
 Program (request, KV head, split) folds its share of the context into a partial output and its
-log-sum-exp; a second kernel combines the splits:
+base-2 log-sum-exp.  The last program of a (request, KV head) to arrive combines the shares:
 
     out = sum_s 2^(lse_s - m) * out_s / sum_s 2^(lse_s - m),    m = max_s lse_s
 
-A share is ceil(seq_len / num_splits) rounded up to a tile, computed on the device, so a launch can
-be captured in a CUDA graph and replayed with any lengths.  With one split the output is written
-directly and nothing is combined.
+A share is ceil(seq_len / num_splits) rounded up to a tile, computed on the device, so a launch can be
+captured in a CUDA graph and replayed with any lengths.  A context of one share is written directly, by
+its only program; programs without a share leave at once.  The order of the sum is that of the shares,
+so the result does not depend on who arrives last.
 
 Legend: B_pad = requests with padding, NB = blocks, BS = block size, MB = blocks a row, Hq / Hkv =
 query / KV heads, D = head size.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 
@@ -24,6 +27,44 @@ from mrv2_kernels.attention._reference import attend_paged
 from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs
 
 MAX_SPLITS = 32
+# (request, KV head) pairs that one launch with splits can serve
+MAX_SPLIT_PAIRS = 1 << 14
+# programs up to which long tiles pay: two on each SM of a large GPU
+FEW_PROGRAMS = 264
+
+
+@triton.jit
+def _combine_shares(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    first_head,
+    num_splits,
+    num_shares,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Combine the shares of the GROUP heads from `first_head` on; pointers stand at this request's row."""
+    splits = tl.arange(0, BLOCK_SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    filled = splits < num_shares
+    in_head = dims < HEAD_DIM
+    for member in tl.static_range(GROUP):
+        head = first_head + member
+        part = head * num_splits + splits
+        # other programs wrote these: read them where the writes meet, in L2
+        lse = tl.load(partial_lse_ptr + part, mask=filled, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.exp2(lse - tl.max(lse, axis=0))
+        partial = tl.load(
+            partial_out_ptr + part[:, None] * HEAD_DIM + dims[None, :],
+            mask=filled[:, None] & in_head[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        out = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+        tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -36,6 +77,7 @@ def _decode_kernel(
     out_ptr,
     partial_out_ptr,
     partial_lse_ptr,
+    arrivals_ptr,
     q_stride,
     out_stride,
     table_stride,
@@ -48,7 +90,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -58,18 +100,14 @@ def _decode_kernel(
     share = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
     start = split * share
     stop = tl.minimum(start + share, seq_len)
+    # split 0 stays also for an empty context, to write its zeros
+    if (start >= stop) & (split > 0):
+        return
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     in_group = rows < GROUP
     heads = kv_head * GROUP + rows
-    if SPLIT:
-        NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-        part = (request * NUM_HEADS + heads) * num_splits + split
-        if start >= stop:
-            tl.store(partial_lse_ptr + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=in_group)
-            return
-
     mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
     tile = heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + request * q_stride + tile, mask=mask, other=0.0)
@@ -99,41 +137,37 @@ def _decode_kernel(
     )
     # an empty context has row_sum 0 and yields zeros
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
-    if SPLIT:
-        tl.store(partial_out_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-        tl.store(partial_lse_ptr + part, row_max + tl.log2(row_sum), mask=in_group)
+    out_row_ptr = out_ptr + request * out_stride
+    if BLOCK_SPLITS == 1:
+        tl.store(out_row_ptr + tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(out_ptr + request * out_stride + tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _combine_splits_kernel(
-    partial_out_ptr,
-    partial_lse_ptr,
-    out_ptr,
-    out_stride,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    splits = tl.arange(0, BLOCK_SPLITS)
-    dims = tl.arange(0, BLOCK_D)
-    in_head = dims < HEAD_DIM
-    part = (request * NUM_HEADS + head) * num_splits + splits
-    lse = tl.load(partial_lse_ptr + part, mask=splits < num_splits, other=float("-inf"))
-    # an empty split has lse -inf and never wrote its partial output; an empty context has only such splits
-    filled = lse > float("-inf")
-    peak = tl.max(lse, axis=0)
-    weights = tl.exp2(lse - tl.where(peak > float("-inf"), peak, 0.0))
-    mask = filled[:, None] & in_head[None, :]
-    partial = tl.load(partial_out_ptr + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    total = tl.sum(weights, axis=0)
-    out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + request * out_stride + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)
+        num_shares = tl.cdiv(seq_len, tl.maximum(share, 1))
+        if num_shares <= 1:
+            tl.store(out_row_ptr + tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            first_part = request * (NUM_KV_HEADS * GROUP) * num_splits
+            part = heads * num_splits + split
+            request_out_ptr = partial_out_ptr + first_part * HEAD_DIM
+            request_lse_ptr = partial_lse_ptr + first_part
+            tl.store(request_out_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+            tl.store(request_lse_ptr + part, row_max + tl.log2(row_sum), mask=in_group)
+            # every thread's stores come before the arrival that publishes them
+            tl.debug_barrier()
+            arrivals = arrivals_ptr + request * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(arrivals, 1) == num_shares - 1:
+                tl.store(arrivals, 0)
+                _combine_shares(
+                    request_out_ptr,
+                    request_lse_ptr,
+                    out_row_ptr,
+                    kv_head * GROUP,
+                    num_splits,
+                    num_shares,
+                    GROUP,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    BLOCK_SPLITS,
+                )
 
 
 def decode_num_splits(batch: int, num_kv_heads: int, num_sms: int = 132) -> int:
@@ -145,11 +179,19 @@ def decode_num_splits(batch: int, num_kv_heads: int, num_sms: int = 132) -> int:
     return 1 << (min(max(wanted, 1), MAX_SPLITS).bit_length() - 1)
 
 
-def _tile_shape(dtype: torch.dtype, group: int) -> TileShape:
+def _tile_shape(dtype: torch.dtype, group: int, num_programs: int) -> TileShape:
     block_m = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return TileShape(block_m, block_n=32, num_warps=4, num_stages=1)
-    return TileShape(block_m, block_n=64, num_warps=4, num_stages=3)
+    return TileShape(block_m, block_n=128 if num_programs <= FEW_PROGRAMS else 64, num_warps=4, num_stages=3)
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Return the arrival counters of a device, [MAX_SPLIT_PAIRS] int32; zero between launches."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("paged_attention_decode: run it once on this device before capturing it in a CUDA graph")
+    return torch.zeros(MAX_SPLIT_PAIRS, dtype=torch.int32, device=device)
 
 
 def paged_attention_decode_triton(
@@ -173,25 +215,30 @@ def paged_attention_decode_triton(
 ) -> None:
     """Write the attention of each request's newest token over its whole context; padding rows get zeros.
 
-    Take `num_splits` from `decode_num_splits`.  Raises `ValueError` for float64 (only the torch twin
-    computes that) and for layouts that the kernel cannot read.
+    Take `num_splits` from `decode_num_splits`.  With splits, launches on one device share arrival
+    counters, so they must be ordered: on one stream, or by events.  Raises `ValueError` for float64 (only
+    the torch twin computes that) and for layouts that the kernel cannot read.
     """
     check_inputs("paged_attention_decode", q, k_cache, v_cache, out)
     batch, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     if batch == 0:
         return
-    group = num_heads // num_kv_heads
-    block_d = triton.next_power_of_2(head_dim)
-    shape = _tile_shape(q.dtype, group)
-    split = num_splits > 1
-    if not split:
-        partial_out = partial_lse = out
-    elif partial is not None:
-        partial_out, partial_lse = partial
+    if num_splits == 1:
+        partial_out = partial_lse = arrivals = out
+    elif batch * num_kv_heads > MAX_SPLIT_PAIRS:
+        raise ValueError(
+            f"paged_attention_decode: {num_splits} splits of {batch} requests x {num_kv_heads} KV heads exceed "
+            f"{MAX_SPLIT_PAIRS} pairs; take num_splits from decode_num_splits, which is 1 there"
+        )
     else:
-        partial_out = torch.empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
+        arrivals = _arrivals(q.device)
+        partial_out, partial_lse = partial or (
+            torch.empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device),
+            torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device),
+        )
+    group = num_heads // num_kv_heads
+    shape = _tile_shape(q.dtype, group, batch * num_kv_heads * num_splits)
     _decode_kernel[(batch, num_kv_heads, num_splits)](
         q,
         k_cache,
@@ -201,6 +248,7 @@ def paged_attention_decode_triton(
         out,
         partial_out,
         partial_lse,
+        arrivals,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
@@ -210,27 +258,14 @@ def paged_attention_decode_triton(
         GROUP=group,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
+        BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        SPLIT=split,
+        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         PRECISION="ieee",
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-    if split:
-        _combine_splits_kernel[(batch, num_heads)](
-            partial_out,
-            partial_lse,
-            out,
-            out.stride(0),
-            num_splits,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-            num_warps=2,
-        )
 
 
 def paged_attention_decode_torch(
@@ -262,24 +297,12 @@ paged_attention_decode = dispatch(paged_attention_decode_triton, paged_attention
 
 def aot_cases() -> list[AotCase]:
     """Return a representative signature of each kernel of this module."""
-    bf16 = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), "*bf16")
-    fp32 = dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
-    int32 = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32"}
-    sizes = dict.fromkeys(("q_stride", "out_stride", "table_stride", "num_splits"), "i32")
-    shape = _tile_shape(torch.bfloat16, group=2)
-    head: dict[str, object] = {"HEAD_DIM": 128, "BLOCK_D": 128}
-    decode = AotCase(
-        _decode_kernel,
-        bf16 | fp32 | int32 | sizes | {"scale_log2": "fp32"},
-        head
-        | {"NUM_KV_HEADS": 8, "GROUP": 2, "BLOCK_SIZE": 16, "SPLIT": True, "PRECISION": "ieee"}
-        | {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n},
-        num_warps=shape.num_warps,
-    )
-    combine = AotCase(
-        _combine_splits_kernel,
-        fp32 | {"out_ptr": "*bf16", "out_stride": "i32", "num_splits": "i32"},
-        head | {"NUM_HEADS": 16, "BLOCK_SPLITS": 32},
-        num_warps=2,
-    )
-    return [decode, combine]
+    signature: dict[str, str] = {"scale_log2": "fp32"}
+    signature |= dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), "*bf16")
+    signature |= dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
+    signature |= dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "arrivals_ptr"), "*i32")
+    signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "num_splits"), "i32")
+    shape = _tile_shape(torch.bfloat16, group=2, num_programs=256)
+    constants: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "BLOCK_D": 128}
+    constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_SPLITS": 32, "PRECISION": "ieee"}
+    return [AotCase(_decode_kernel, signature, constants, num_warps=shape.num_warps)]

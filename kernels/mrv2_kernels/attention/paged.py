@@ -141,11 +141,11 @@ def _paged_attention_kernel(
 
 def _tile_shape(dtype: torch.dtype, group: int, max_query_len: int) -> TileShape:
     smallest = max(16, triton.next_power_of_2(group))
-    wanted = triton.next_power_of_2(min(max_query_len, 128) * group)
+    largest = 32 if dtype == torch.float32 else 64
+    block_m = max(smallest, min(triton.next_power_of_2(max_query_len * group), largest))
     if dtype == torch.float32:
-        return TileShape(max(smallest, min(wanted, 32)), block_n=32, num_warps=4, num_stages=1)
-    block_m = max(smallest, min(wanted, 128))
-    return TileShape(block_m, block_n=64, num_warps=8 if block_m >= 128 else 4, num_stages=3)
+        return TileShape(block_m, block_n=32, num_warps=4, num_stages=1)
+    return TileShape(block_m, block_n=64, num_warps=4, num_stages=2)
 
 
 def paged_attention_triton(

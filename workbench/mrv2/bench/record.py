@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrv2_kernels.attention.decode import decode_num_splits
+from mrv2_models.attention import num_sms
 
 from mrv2.bench.bandwidth import DeviceLimits
 from mrv2.bench.environment import environment
@@ -92,10 +93,11 @@ def make_record(core: EngineCore, limits: DeviceLimits, workloads: Sequence[Work
 
 def kernel_choices(core: EngineCore) -> dict[str, dict[str, int]]:
     """Return the choices that depend on the padded batch alone; empty on the host, which pads nothing."""
-    kv_heads = core.model_config.num_key_value_heads
-    return {
-        "decode_attention_splits": {str(size): decode_num_splits(size, kv_heads) for size in core.executor.buckets.decode}
-    }
+    if not core.executor.buckets.decode:
+        return {}
+    kv_heads, sms = core.model_config.num_key_value_heads, num_sms(core.device.torch_device)
+    splits = {str(size): decode_num_splits(size, kv_heads, sms) for size in core.executor.buckets.decode}
+    return {"decode_attention_splits": splits}
 
 
 def headline(record: dict[str, Any]) -> dict[str, Any]:

@@ -155,6 +155,7 @@ class Device(ABC):
         self._device_memory = StorageSet()
         self._pinned_memory = StorageSet()
         context.devices.add(self)
+        context.load_nvtx()
 
     @property
     def main(self) -> Stream:

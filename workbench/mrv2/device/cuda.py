@@ -5,6 +5,7 @@ This file imports without CUDA; only `CudaDevice()` needs it.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -58,6 +59,7 @@ class SpanClock:
         """Read the offset between both clocks from an idle stream, so that nothing running is disturbed."""
         self._rec = rec
         self._pool: list[torch.cuda.Event] = []
+        self._polling = threading.Lock()
         # unresolved stages by stream, in order
         self._pending: dict[str, deque[_PendingSpan]] = {}
         idle, shortest = torch.cuda.Stream(device.torch_device), None
@@ -85,11 +87,16 @@ class SpanClock:
             self.poll()
 
     def poll(self) -> None:
-        """Hand every finished stage to the recorder."""
-        for spans in self._pending.values():
-            # a stream is in order: once one of its stages is unfinished, so are all later ones
-            while spans and spans[0].end.query():
-                self._resolve(spans.popleft())
+        """Hand every finished stage to the recorder; returns at once while another thread does so."""
+        if not self._polling.acquire(blocking=False):
+            return
+        try:
+            for spans in list(self._pending.values()):
+                # a stream is in order: once one of its stages is unfinished, so are all later ones
+                while spans and spans[0].end.query():
+                    self._resolve(spans.popleft())
+        finally:
+            self._polling.release()
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)

@@ -192,8 +192,12 @@ class HostStream(Stream):
         shared, device = self._shared, self.device
         if shared.failure is not None or shared.closed:
             device._check_failure()
-        handed = args if not device.poison else tuple(_alias(arg) for arg in args)
-        self._put((stage, fn, handed, kwargs, context.local.step, device.recorder))
+        if device.poison:
+            # the queue must not keep the owner's objects alive, or a missing reference would go unseen
+            handed = tuple(_alias(arg) for arg in args), {name: _alias(arg) for name, arg in kwargs.items()}
+            self._put((stage, fn, *handed, context.local.step, device.recorder))
+        else:
+            self._put((stage, fn, args, kwargs, context.local.step, device.recorder))
 
     def wait_event(self, event: Event) -> None:
         mark = cast(HostEvent, event).mark

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import torch
+
 from mrv2.config import EngineConfig, Knobs
 from mrv2.device import Device
 from mrv2.engine.executor import UniProcExecutor
@@ -102,6 +104,7 @@ class EngineCore:
         """End sequences in any state; each that was alive reports ``finish_reason="abort"`` from the next `step`."""
         self._ready += self.scheduler.abort(req_ids)
 
+    @torch.no_grad()
     def step(self) -> list[EngineOutput]:
         """Advance by one turn of the loop; return what became known meanwhile (possibly nothing)."""
         outputs, self._ready = self._ready, []
@@ -123,6 +126,7 @@ class EngineCore:
         self.knobs = knobs
         return knobs
 
+    @torch.no_grad()
     def drain(self) -> None:
         """Wait for every step in flight; what they bring is returned by the next `step`."""
         while self._in_flight:

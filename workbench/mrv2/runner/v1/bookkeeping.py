@@ -42,11 +42,8 @@ class SampledStep(NamedTuple):
 class DoneOutput:
     """The output of a step that was waited for inside `sample_tokens`."""
 
+    step: int
     output: StepOutput
-
-    @property
-    def step(self) -> int:
-        return self.output.step
 
     def get(self) -> StepOutput:
         """Return it; nothing is left to wait for."""
@@ -57,12 +54,9 @@ class DoneOutput:
 class LateOutput:
     """The output of a step in flight, brought from batch order into scheduling order on arrival."""
 
+    step: int
     pending: PinnedOutput
     sampled_step: SampledStep
-
-    @property
-    def step(self) -> int:
-        return self.pending.step
 
     def get(self) -> StepOutput:
         """Wait for the output copy."""
@@ -103,7 +97,7 @@ class Bookkeeper:
         for row, tokens in enumerate(token_lists):
             if tokens:
                 self._append(row, step.req_ids[row], tokens)
-        return DoneOutput(_in_scheduling_order(step, sampled, logprobs))
+        return DoneOutput(step.scheduled.step, _in_scheduling_order(step, sampled, logprobs))
 
     def defer(self, step: SampledStep, stream: Stream) -> AsyncOutput:
         """Async mode: write placeholders, send the tokens on their way on `stream`."""
@@ -131,7 +125,7 @@ class Bookkeeper:
             logprobs=PendingLogprobs(*step.pinned_logprobs) if step.logprobs else None,
             on_ready=lambda sampled: self._fill_in(expected, sampled),
         )
-        return LateOutput(pending, step)
+        return LateOutput(pending.step, pending, step)
 
     def _copy_out(self, step: SampledStep, slot: torch.Tensor, stream: Stream) -> None:
         stream.copy(stages.OUTPUT_COPY, slot[: len(step.req_ids)], step.sampled)

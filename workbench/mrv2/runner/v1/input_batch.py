@@ -59,7 +59,9 @@ class InputBatch:
         self.min_p_reqs: set[str] = set()
         self.num_logprobs: dict[str, int] = {}
         # [R] int32: row i of the logits is row i of the batch
-        self.rows = device.arange(max_num_seqs)
+        self.rows = CpuGpuBuffer(device, max_num_seqs, torch.int32)
+        self.rows.np[:] = np.arange(max_num_seqs)
+        self.rows.copy_to_gpu(device.main, max_num_seqs)
 
         self._holes: list[int] = []
         self._changed = True
@@ -163,7 +165,7 @@ class InputBatch:
             all_greedy=all_greedy,
             all_random=not self.greedy_reqs,
             max_num_logprobs=max(self.num_logprobs.values(), default=-1),
-            rows=self.rows[:num_reqs],
+            rows=self.rows.gpu[:num_reqs],
             temperature=None if all_greedy else self.temperature.copy_to_gpu(stream, num_reqs),
             seeds=None if all_greedy else self.seeds.copy_to_gpu(stream, num_reqs),
             # one kernel reads both

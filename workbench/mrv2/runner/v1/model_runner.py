@@ -15,8 +15,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-from mrv2_models.causal_lm import CausalLM
-from mrv2_models.model_state import ModelState
 
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
@@ -31,6 +29,8 @@ from mrv2.runner.v1.prepare import InputPreparer, PreparedStep, SampledOnDevice
 from mrv2.runner.v1.sampler import sample
 from mrv2.runner.v1.sampling_metadata import SamplingMetadata
 from mrv2.runner.v1.update_states import update_states
+from mrv2_models.causal_lm import CausalLM
+from mrv2_models.model_state import ModelState
 
 BARRIER_WAIT = "v1: prepare_inputs barrier"
 
@@ -128,9 +128,7 @@ class ModelRunnerV1:
             )
         self._stats.num_steps += 1
         self._stats.num_graph_replays += replayed
-        self._pending = ExecuteModelState(
-            scheduled, self.batch.ids, prepared, self.batch.sampling_metadata, holder
-        )
+        self._pending = ExecuteModelState(scheduled, self.batch.ids, prepared, self.batch.sampling_metadata, holder)
 
     def sample_tokens(self) -> AsyncOutput:
         """Sample and keep the books; in sync mode the output is done when this returns."""

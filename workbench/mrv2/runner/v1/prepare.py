@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from mrv2_kernels.state.block_table import compute_slot_mapping
-from mrv2_models.model_state import ForwardBatch
 
 from mrv2.device import Stream
 from mrv2.instrument import stage, stages
@@ -20,6 +18,8 @@ from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.cached_request import CachedRequestState
 from mrv2.runner.v1.cpu_gpu_buffer import CpuGpuBuffer
 from mrv2.runner.v1.input_batch import InputBatch
+from mrv2_kernels.state.block_table import compute_slot_mapping
+from mrv2_models.model_state import ForwardBatch
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class InputPreparer:
             max_seq_lens_np=computed + counts,
         )
         # the batch row is the request row
-        forward_batch.idx_mapping = batch.rows[:num_reqs]
+        forward_batch.idx_mapping = batch.rows.gpu[:num_reqs]
         main.run(
             stages.PREPARE_INPUTS,
             _gather_inputs,
@@ -229,6 +229,4 @@ def _gather_inputs(
     batch.seq_lens[num_reqs:].zero_()
     for table, slots in zip(batch.block_tables, batch.slot_mappings, strict=True):
         table[num_reqs:].zero_()
-        compute_slot_mapping(
-            slots, table, batch.idx_mapping, query_start_loc, batch.positions, block_size=block_size
-        )
+        compute_slot_mapping(slots, table, batch.idx_mapping, query_start_loc, batch.positions, block_size=block_size)

@@ -9,11 +9,11 @@ Legend: B requests (one logits row each), V vocabulary, k log-probabilities besi
 from __future__ import annotations
 
 import torch
+
+from mrv2.runner.v1.sampling_metadata import SamplingMetadata
 from mrv2_kernels.sampling.min_p import apply_min_p
 from mrv2_kernels.sampling.noise import exponential_noise
 from mrv2_kernels.sampling.top_k_top_p import apply_top_k_top_p
-
-from mrv2.runner.v1.sampling_metadata import SamplingMetadata
 
 
 def sample(
