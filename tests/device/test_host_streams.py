@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from mrv2.device import Device, DeviceError, make_device
-from mrv2.device.host import SWITCH_INTERVAL_S, HostDevice
+from mrv2.device.host import HostDevice
+from mrv2.device.host_worker import SWITCH_INTERVAL_S
 from mrv2.errors import ConfigError
 
 STAGE = "forward"

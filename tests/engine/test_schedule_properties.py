@@ -22,6 +22,8 @@ from serving import BLOCK_SIZE, MAX_MODEL_LEN, Collector, alone, make_core, rand
 NUM_CI_SEEDS = 220
 NUM_SLOW_SEEDS = 5000
 MODES = ("sync", "depth 1", "depth 2", "depth 3", "depth 4")
+# V1's pinned buffers are shared between steps: its depth is at most 2
+RUNNER_MODES = [("v2", mode) for mode in MODES] + [("v1", mode) for mode in MODES[:3]]
 # an exact number of blocks, one less, one more, and lengths around the chunk sizes
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 90)
 MAX_TOKENS = 18
@@ -64,10 +66,10 @@ def draw_case(seed: int) -> Case:
     def pick(values: tuple[Any, ...]) -> Any:
         return values[int(rng.integers(len(values)))]
 
-    runner = pick(("v2",))
+    runner, mode = RUNNER_MODES[seed // 9 % len(RUNNER_MODES)]
     axes = {
         "runner": runner,
-        "mode": pick(MODES if runner == "v2" else MODES[:3]),
+        "mode": mode,
         # in turn, so that every value meets every other axis
         "max_num_seqs": 1 + seed % 9,
         "delays": pick((False, True)),
@@ -108,7 +110,7 @@ def expected_tokens(request: Request) -> tuple[list[int], int | None]:
 
 
 def random_switch(rng: np.random.Generator, runner_now: str) -> dict[str, Any]:
-    runner = "v2"
+    runner = ("v1", "v2")[int(rng.integers(2))]
     depth = int(rng.integers(1, 5 if runner == "v2" else 3))
     return {"runner": runner, "async_scheduling": bool(rng.integers(2)), "queue_depth": depth}
 
@@ -118,9 +120,7 @@ def run_case(case: Case) -> None:
     axes = case.axes
     budget = {"budget only": 48, "small": 48, "whole prompts": MAX_MODEL_LEN}[axes["chunks"]]
     blocks_of_one = -(-(90 + MAX_TOKENS) // BLOCK_SIZE)
-    device = make_device(
-        "host", poison=True, random_delay_s=0.001 if axes["delays"] else 0.0, seed=case.seed
-    )
+    device = make_device("host", poison=True, random_delay_s=0.001 if axes["delays"] else 0.0, seed=case.seed)
     core = make_core(
         device,
         max_num_seqs=axes["max_num_seqs"],
@@ -212,8 +212,8 @@ def test_every_pair_of_axis_values_is_drawn() -> None:
 
 
 def impossible(pair: dict[str, str]) -> bool:
-    """V1's pinned buffers are shared between steps: its depth is at most 2."""
-    return pair.get("runner") == "'v1'" and pair.get("mode") in ("'depth 3'", "'depth 4'")
+    runners = [r for r, mode in RUNNER_MODES if repr(mode) == pair.get("mode")]
+    return "runner" in pair and "mode" in pair and not any(repr(r) == pair["runner"] for r in runners)
 
 
 def seeds_with(**axes: Any) -> Iterator[int]:

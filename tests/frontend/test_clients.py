@@ -57,7 +57,7 @@ def client(shared_client: EngineClient) -> Iterator[EngineClient]:
     yield shared_client
     shared_client.set(runner="v2")
     shared_client.abort(["a", "b", "c", "d"])
-    while shared_client.snapshot().steps_in_flight or shared_client.poll(0.05):
+    while shared_client.poll(0.05) or shared_client.snapshot().num_running:
         pass
 
 

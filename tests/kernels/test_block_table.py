@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mrv2_kernels.state.block_table import compute_slot_mapping, gather_block_tables
 
 BLOCK_SIZE = 16

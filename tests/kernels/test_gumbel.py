@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from mrv2_kernels.sampling.gumbel import gumbel_sample
 from mrv2_kernels.sampling.noise import exponential_noise, gumbel_noise_torch
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mrv2_kernels.sampling.gumbel import gumbel_sample
 from mrv2_kernels.sampling.noise import exponential_noise, gumbel_noise_torch
 

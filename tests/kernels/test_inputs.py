@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
 from mrv2_kernels.inputs.prepare import prepare_pos_seq_lens, prepare_prefill_inputs
 

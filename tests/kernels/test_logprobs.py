@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mrv2_kernels.sampling import logprobs
 from mrv2_kernels.sampling.logprobs import topk_logprobs
 

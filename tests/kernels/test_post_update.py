@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mrv2_kernels.inputs.post_update import count_sampled_and_rejected, post_update
 
 TWINS = ["torch", "triton"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mrv2_kernels.state.staged_write import apply_staged_writes
 
 TWINS = [apply_staged_writes.torch, apply_staged_writes.triton]
@@ -73,6 +74,4 @@ def test_strided_rows():
 
 def test_wrong_dtype_is_refused():
     with pytest.raises(AssertionError, match="one dtype"):
-        apply_staged_writes.torch(
-            torch.zeros(2, dtype=torch.int64), *stage([(0, 0, [1])], torch.int32), max_len=1
-        )
+        apply_staged_writes.torch(torch.zeros(2, dtype=torch.int64), *stage([(0, 0, [1])], torch.int32), max_len=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mrv2_kernels.sampling.min_p import apply_min_p
 from mrv2_kernels.sampling.temperature import apply_temperature
 

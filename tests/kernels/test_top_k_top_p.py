@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mrv2_kernels.sampling import top_k_top_p
 from mrv2_kernels.sampling.top_k_top_p import apply_top_k_top_p
 

@@ -29,7 +29,7 @@ from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check
 MAX_SPLITS = 32
 # (request, KV head) pairs that one launch with splits can serve
 MAX_SPLIT_PAIRS = 1 << 14
-# programs up to which long tiles pay: two on each SM of a large GPU
+# programs up to which a long tile pays for heads of 128: two on each SM of an H200
 FEW_PROGRAMS = 264
 
 
@@ -179,11 +179,17 @@ def decode_num_splits(batch: int, num_kv_heads: int, num_sms: int = 132) -> int:
     return 1 << (min(max(wanted, 1), MAX_SPLITS).bit_length() - 1)
 
 
-def _tile_shape(dtype: torch.dtype, group: int, num_programs: int) -> TileShape:
+def _tile_shape(dtype: torch.dtype, group: int, block_d: int, num_programs: int) -> TileShape:
     block_m = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return TileShape(block_m, block_n=32, num_warps=4, num_stages=1)
-    return TileShape(block_m, block_n=128 if num_programs <= FEW_PROGRAMS else 64, num_warps=4, num_stages=3)
+    if block_d > 128:
+        return TileShape(block_m, block_n=64, num_warps=4, num_stages=2)
+    if block_d <= 64:
+        return TileShape(block_m, block_n=128, num_warps=4, num_stages=3)
+    if num_programs <= FEW_PROGRAMS:
+        return TileShape(block_m, block_n=128, num_warps=4, num_stages=2)
+    return TileShape(block_m, block_n=64, num_warps=4, num_stages=3)
 
 
 @cache
@@ -238,7 +244,8 @@ def paged_attention_decode_triton(
             torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device),
         )
     group = num_heads // num_kv_heads
-    shape = _tile_shape(q.dtype, group, batch * num_kv_heads * num_splits)
+    block_d = triton.next_power_of_2(head_dim)
+    shape = _tile_shape(q.dtype, group, block_d, batch * num_kv_heads * num_splits)
     _decode_kernel[(batch, num_kv_heads, num_splits)](
         q,
         k_cache,
@@ -258,7 +265,7 @@ def paged_attention_decode_triton(
         GROUP=group,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=block_d,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_SPLITS=triton.next_power_of_2(num_splits),
@@ -302,7 +309,7 @@ def aot_cases() -> list[AotCase]:
     signature |= dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
     signature |= dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "arrivals_ptr"), "*i32")
     signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "num_splits"), "i32")
-    shape = _tile_shape(torch.bfloat16, group=2, num_programs=256)
+    shape = _tile_shape(torch.bfloat16, group=2, block_d=128, num_programs=256)
     constants: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "BLOCK_D": 128}
     constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_SPLITS": 32, "PRECISION": "ieee"}
     return [AotCase(_decode_kernel, signature, constants, num_warps=shape.num_warps)]

@@ -2,8 +2,8 @@
 
 One program owns a row and sweeps it in blocks.  The first sweep keeps the maximum of each lane
 (tokens with equal id modulo BLOCK).  The j-th largest lane maximum bounds the j-th largest logit from
-below, so a second sweep can compact the few logits at or above it into scratch memory, where an exact
-bisection is cheap.  If they do not fit, the same bisection sweeps the whole row.
+below, so a second sweep can compact the few logits at or above it into scratch memory, where the exact
+search is cheap.  If they do not fit, the row is bisected by sweeps until what is left fits.
 
 The bisection snaps its bounds to values that occur, so it ends on an exact logit, ties included.
 """
@@ -19,7 +19,7 @@ def lane_maxima(row_ptr, vocab, lanes_ptr, BLOCK: tl.constexpr):
     acc: tl.constexpr = lanes_ptr.dtype.element_ty
     lane_max = tl.full([BLOCK], float("-inf"), acc)
     lane = tl.arange(0, BLOCK)
-    for base in range(0, vocab, BLOCK):
+    for base in tl.range(0, vocab, BLOCK, num_stages=4):
         logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(acc)
         lane_max = tl.maximum(lane_max, logits, propagate_nan=tl.PropagateNan.ALL)
     tl.store(lanes_ptr + lane, lane_max)
@@ -52,9 +52,7 @@ def lane_floor(lanes_ptr, top, rank, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def collect(
-    row_ptr, vocab, top, floor, reference, values_ptr, ids_ptr, WITH_IDS: tl.constexpr, BLOCK: tl.constexpr
-):
+def collect(row_ptr, vocab, top, floor, reference, values_ptr, ids_ptr, WITH_IDS: tl.constexpr, BLOCK: tl.constexpr):
     """Compact the logits at or above `floor`, in id order, into at most BLOCK entries of scratch.
 
     Returns their number (also if they do not fit), their mass, the row's mass (``sum(exp(x - top))``)
@@ -66,7 +64,7 @@ def collect(
     num_reached = tl.zeros([BLOCK], tl.int32)
     found_mass = tl.zeros([BLOCK], acc)
     row_mass = tl.zeros([BLOCK], acc)
-    for base in range(0, vocab, BLOCK):
+    for base in tl.range(0, vocab, BLOCK, num_stages=4):
         token = base + lane
         logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(acc)
         mass = tl.exp(logits - top)
@@ -75,55 +73,112 @@ def collect(
         found_mass += tl.where(is_found, mass, 0.0)
         if WITH_IDS:
             num_reached += ((logits >= reference) & (token < vocab)).to(tl.int32)
-        count = tl.sum(is_found.to(tl.int32), axis=0)
-        if (count > 0) & (num_found + count <= BLOCK):
-            place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
-            tl.store(values_ptr + place, logits, mask=is_found)
-            if WITH_IDS:
-                tl.store(ids_ptr + place, token.to(acc), mask=is_found)
-        num_found += count
+        place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
+        tl.store(values_ptr + place, logits, mask=is_found & (place < BLOCK))
+        if WITH_IDS:
+            tl.store(ids_ptr + place, token.to(acc), mask=is_found & (place < BLOCK))
+        num_found += tl.sum(is_found.to(tl.int32), axis=0)
     tl.debug_barrier()
     return num_found, tl.sum(found_mass, axis=0), tl.sum(row_mass, axis=0), tl.sum(num_reached, axis=0)
 
 
 @triton.jit
-def bisect(ptr, length, floor, top, target, USE_MASS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest value v with ``weight(x >= v) >= target``, known to lie in [floor, top].
-
-    The weight of a logit is 1, or its mass ``exp(x - top)`` with USE_MASS.
-    """
+def _collect_window(row_ptr, vocab, low, high, values_ptr, BLOCK: tl.constexpr):
+    acc: tl.constexpr = values_ptr.dtype.element_ty
     lane = tl.arange(0, BLOCK)
-    low = floor
-    high = top
-    while low < high:
-        middle = low * 0.5 + high * 0.5
-        middle = tl.where(middle > low, tl.minimum(middle, high), high)
-        weights = tl.zeros([BLOCK], ACC)
-        above = tl.full([BLOCK], float("inf"), ACC)
-        below = tl.full([BLOCK], float("-inf"), ACC)
-        for base in range(0, length, BLOCK):
-            logits = tl.load(ptr + base + lane, mask=base + lane < length, other=float("-inf")).to(ACC)
-            is_above = logits >= middle
-            weights += tl.where(is_above, tl.exp(logits - top) if USE_MASS else 1.0, 0.0)
-            above = tl.minimum(above, tl.where(is_above, logits, float("inf")))
-            below = tl.maximum(below, tl.where(is_above, float("-inf"), logits))
-        if tl.sum(weights, axis=0) >= target:
-            low = tl.min(above, axis=0)
-        else:
-            high = tl.max(below, axis=0)
-    return tl.minimum(low, high)
+    num_found = 0
+    tl.debug_barrier()
+    for base in tl.range(0, vocab, BLOCK, num_stages=4):
+        logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(acc)
+        is_found = (logits >= low) & (logits <= high)
+        place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
+        tl.store(values_ptr + place, logits, mask=is_found & (place < BLOCK))
+        num_found += tl.sum(is_found.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    return num_found
 
 
 @triton.jit
-def tally(ptr, length, value, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return mass and number of the logits above `value`, and the number equal to it."""
+def _narrow(
+    ptr,
+    length,
+    low,
+    high,
+    num_from_low,
+    mass_above,
+    num_above,
+    top,
+    target,
+    limit,
+    USE_MASS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Bisect [low, high] for `locate` until it holds at most `limit` logits, or one value if that is 0.
+
+    `num_from_low` counts the logits >= low; `num_above` and `mass_above` describe those > high, which
+    need not be in the array.  Returns the updated five; at the end of a search `high` is the answer.
+    """
     lane = tl.arange(0, BLOCK)
-    mass = tl.zeros([BLOCK], ACC)
-    num_above = tl.zeros([BLOCK], tl.int32)
-    num_ties = tl.zeros([BLOCK], tl.int32)
-    for base in range(0, length, BLOCK):
-        logits = tl.load(ptr + base + lane, mask=base + lane < length, other=float("-inf")).to(ACC)
-        mass += tl.where(logits > value, tl.exp(logits - top), 0.0)
-        num_above += (logits > value).to(tl.int32)
-        num_ties += (logits == value).to(tl.int32)
-    return tl.sum(mass, axis=0), tl.sum(num_above, axis=0), tl.sum(num_ties, axis=0)
+    outer_mass = mass_above
+    outer_num = num_above
+    while (low < high) & (num_from_low - num_above > limit):
+        middle = low * 0.5 + high * 0.5
+        middle = tl.where(middle > low, tl.minimum(middle, high), high)
+        masses = tl.zeros([BLOCK], ACC)
+        counts = tl.zeros([BLOCK], tl.int32)
+        above = tl.full([BLOCK], float("inf"), ACC)
+        below = tl.full([BLOCK], float("-inf"), ACC)
+        for base in tl.range(0, length, BLOCK, num_stages=4):
+            logits = tl.load(ptr + base + lane, mask=base + lane < length, other=float("-inf")).to(ACC)
+            is_above = logits >= middle
+            counts += is_above.to(tl.int32)
+            masses += tl.where(is_above, tl.exp(logits - top), 0.0)
+            above = tl.minimum(above, tl.where(is_above, logits, float("inf")))
+            below = tl.maximum(below, tl.where(is_above, float("-inf"), logits))
+        count = outer_num + tl.sum(counts, axis=0)
+        mass = outer_mass + tl.sum(masses, axis=0)
+        if (mass if USE_MASS else count) >= target:
+            low = tl.min(above, axis=0)
+            num_from_low = count
+        else:
+            high = tl.max(below, axis=0)
+            num_above = count
+            mass_above = mass
+    return low, high, num_from_low, mass_above, num_above
+
+
+@triton.jit
+def locate(ptr, length, scratch_ptr, low, num_from_low, top, target, USE_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest value v in [low, top] with ``weight(x >= v) >= target``.
+
+    The weight of a logit is 1, or its mass ``exp(x - top)`` with USE_MASS.  `num_from_low` is the
+    number of logits at or above `low`, or 2^30 if it is not known.  Returns v, the mass and the number
+    of the logits above v, and the number of its ties (at least that many if `num_from_low` was not
+    known).  A `length` above BLOCK makes use of the scratch memory, which `ptr` must not point into.
+    """
+    acc: tl.constexpr = scratch_ptr.dtype.element_ty
+    no_mass = tl.zeros([], acc)
+    none = tl.zeros([], tl.int32)
+    limit = tl.where(length > BLOCK, BLOCK, 0)
+    low, high, num_from_low, mass_above, num_above = _narrow(
+        ptr, length, low, top, none + num_from_low, no_mass, none, top, target, limit, USE_MASS, acc, BLOCK
+    )
+    if low < high:
+        num_inside = _collect_window(ptr, length, low, high, scratch_ptr, BLOCK)
+        low, high, num_from_low, mass_above, num_above = _narrow(
+            scratch_ptr,
+            num_inside,
+            low,
+            high,
+            num_from_low,
+            mass_above,
+            num_above,
+            top,
+            target,
+            0,
+            USE_MASS,
+            acc,
+            BLOCK,
+        )
+    return high, mass_above, num_above, num_from_low - num_above

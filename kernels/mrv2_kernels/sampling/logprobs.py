@@ -25,7 +25,7 @@ def _next_best(row_ptr, vocab, last_value, last_id, ACC: tl.constexpr, BLOCK: tl
     lane = tl.arange(0, BLOCK)
     values = tl.full([BLOCK], float("-inf"), ACC)
     ids = tl.full([BLOCK], absent, tl.int32)
-    for base in range(0, vocab, BLOCK):
+    for base in tl.range(0, vocab, BLOCK, num_stages=4):
         token = base + lane
         logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(ACC)
         follows = (logits < last_value) | ((logits == last_value) & (token > last_id))
@@ -70,9 +70,7 @@ def _topk_logprobs_kernel(
     else:
         floor, reaching = lane_floor(lanes_ptr, top, num_best, BLOCK)
         chosen = tl.load(row_ptr + sampled).to(acc)
-        num_found, _, row_mass, rank = collect(
-            row_ptr, vocab, top, floor, chosen, values_ptr, tokens_ptr, True, BLOCK
-        )
+        num_found, _, row_mass, rank = collect(row_ptr, vocab, top, floor, chosen, values_ptr, tokens_ptr, True, BLOCK)
         log_mass = tl.log(row_mass)
         tl.store(out_ranks_ptr + row, rank.to(tl.int64))
         tl.store(ids_ptr, sampled)

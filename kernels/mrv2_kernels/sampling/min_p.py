@@ -13,26 +13,24 @@ from mrv2_kernels._triton import tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _BLOCK = 4096
-_NUM_WARPS = 8
+_NUM_WARPS = 16
 
 
 @triton.jit
-def _min_p_kernel(
-    logits_ptr, logits_stride, logit_slots_ptr, min_p_ptr, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr
-):
+def _min_p_kernel(logits_ptr, logits_stride, logit_slots_ptr, min_p_ptr, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     min_p = tl.load(min_p_ptr + tl.load(logit_slots_ptr + row).to(tl.int64))
     if min_p > 0.0:
         row_ptr = logits_ptr + row * logits_stride
         lane_max = tl.full([BLOCK], float("-inf"), ACC)
-        for base in range(0, vocab, BLOCK):
+        for base in tl.range(0, vocab, BLOCK, num_stages=4):
             token = base + tl.arange(0, BLOCK)
             logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(ACC)
             lane_max = tl.maximum(lane_max, logits, propagate_nan=tl.PropagateNan.ALL)
         has_nan = tl.max((lane_max != lane_max).to(tl.int32), axis=0) > 0
         if not has_nan:
             threshold = tl.max(lane_max, axis=0) + tl.log(min_p.to(ACC))
-            for base in range(0, vocab, BLOCK):
+            for base in tl.range(0, vocab, BLOCK, num_stages=4):
                 token = base + tl.arange(0, BLOCK)
                 logits = tl.load(row_ptr + token, mask=token < vocab, other=float("inf")).to(ACC)
                 tl.store(row_ptr + token, float("-inf"), mask=logits < threshold)

@@ -20,7 +20,8 @@ from mrv2_kernels._triton import tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _BLOCK = 2048
-# initial hash values of the first 32 and of the further 21 random bits
+# initial hash values of the first 32 and of the further 21 random bits; the kernels spell these constants out,
+# because a kernel does not see its module's globals
 _FIRST_DOMAIN = 0
 _SECOND_DOMAIN = 0x3C6EF372
 _C1, _C2, _C3 = 0xCC9E2D51, 0x1B873593, 0xE6546B64

@@ -12,9 +12,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _temperature_kernel(
-    logits_ptr, logits_stride, logit_slots_ptr, temperature_ptr, vocab, BLOCK: tl.constexpr
-):
+def _temperature_kernel(logits_ptr, logits_stride, logit_slots_ptr, temperature_ptr, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + tl.load(logit_slots_ptr + row).to(tl.int64))
     if (temperature != 0.0) & (temperature != 1.0):

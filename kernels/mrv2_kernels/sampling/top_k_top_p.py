@@ -16,28 +16,60 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import tl, triton
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.sampling._select import bisect, collect, lane_floor, lane_maxima, tally
+from mrv2_kernels.sampling._select import collect, lane_floor, lane_maxima, locate
 
+# logits that are compared each with each instead of bisected
+_FEW = 256
 _BLOCK = 4096
 _NUM_WARPS = 16
 
 
 @triton.jit
-def _threshold(ptr, length, floor, top, row_mass, top_k, top_p, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def _few_threshold(values_ptr, num_values, top, row_mass, top_k, top_p, SIZE: tl.constexpr):
+    """Return what `_threshold` returns, for at most SIZE logits, by comparing each with each."""
+    acc: tl.constexpr = values_ptr.dtype.element_ty
+    place = tl.arange(0, SIZE)
+    values = tl.load(values_ptr + place, mask=place < num_values, other=float("-inf"))
+    rank = tl.zeros([SIZE], tl.int32)
+    mass_before = tl.zeros([SIZE], acc)
+    for base in range(0, num_values, 32):
+        other_place = base + tl.arange(0, 32)
+        others = tl.load(values_ptr + other_place, mask=other_place < num_values, other=float("-inf"))
+        is_tie = others[None, :] == values[:, None]
+        precedes = (others[None, :] > values[:, None]) | (is_tie & (other_place[None, :] < place[:, None]))
+        rank += tl.sum(precedes.to(tl.int32), axis=1)
+        mass_before += tl.sum(tl.where(precedes, tl.exp(others - top)[None, :], 0.0), axis=1)
+    is_kept = place < num_values
+    if top_k > 0:
+        is_kept = is_kept & (rank < top_k)
+        row_mass = tl.sum(tl.where(is_kept, tl.exp(values - top), 0.0), axis=0)
+    if top_p < 1.0:
+        is_kept = is_kept & ((mass_before < top_p.to(acc) * row_mass) | (rank == 0))
+    value = tl.min(tl.where(is_kept, values, float("inf")), axis=0)
+    quota = tl.sum((is_kept & (values == value)).to(tl.int32), axis=0)
+    return value, quota, tl.sum((values == value).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _threshold(ptr, length, scratch_ptr, floor, num_from_floor, top, row_mass, top_k, top_p, BLOCK: tl.constexpr):
     """Return the smallest kept logit, how many of its ties are kept, and how many there are."""
+    acc: tl.constexpr = scratch_ptr.dtype.element_ty
     value = floor
     kept_mass = row_mass
     quota = 1 << 30
     num_ties = 0
     if top_k > 0:
-        value = bisect(ptr, length, floor, top, top_k, False, ACC, BLOCK)
-        mass, num_above, num_ties = tally(ptr, length, value, top, ACC, BLOCK)
+        value, mass, num_above, num_ties = locate(
+            ptr, length, scratch_ptr, floor, num_from_floor, top, top_k, False, BLOCK
+        )
         quota = top_k - num_above
-        kept_mass = mass + quota.to(ACC) * tl.exp(value - top)
+        kept_mass = mass + quota.to(acc) * tl.exp(value - top)
+        num_from_floor = num_above + num_ties
     if top_p < 1.0:
-        target = top_p.to(ACC) * kept_mass
-        border = bisect(ptr, length, value, top, target, True, ACC, BLOCK)
-        mass, num_above, num_ties = tally(ptr, length, border, top, ACC, BLOCK)
+        target = top_p.to(acc) * kept_mass
+        border, mass, num_above, num_ties = locate(
+            ptr, length, scratch_ptr, value, num_from_floor, top, target, True, BLOCK
+        )
         need = tl.ceil((target - mass) / tl.exp(border - top))
         need = tl.maximum(tl.minimum(need, 1073741824.0), 1.0).to(tl.int32)
         quota = tl.where(border == value, tl.minimum(quota, need), need)
@@ -54,6 +86,7 @@ def _top_k_top_p_kernel(
     top_p_ptr,
     scratch_ptr,
     vocab,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     acc: tl.constexpr = scratch_ptr.dtype.element_ty
@@ -73,19 +106,23 @@ def _top_k_top_p_kernel(
                 row_ptr, vocab, top, floor, floor, values_ptr, values_ptr, False, BLOCK
             )
             is_enough = tl.where(top_k > 0, reaching >= top_k, found_mass >= top_p.to(acc) * row_mass)
-            if (num_found <= BLOCK) & is_enough:
+            if (num_found <= FEW) & is_enough:
+                value, quota, num_ties = _few_threshold(values_ptr, num_found, top, row_mass, top_k, top_p, FEW)
+            elif (num_found <= BLOCK) & is_enough:
+                # short enough for `locate` to leave the scratch memory alone
                 value, quota, num_ties = _threshold(
-                    values_ptr, num_found, floor, top, row_mass, top_k, top_p, acc, BLOCK
+                    values_ptr, num_found, values_ptr, floor, num_found, top, row_mass, top_k, top_p, BLOCK
                 )
             else:
                 # below this distance exp() is 0, so that no mass is lost
                 reach: tl.constexpr = 750.0 if acc == tl.float64 else 105.0
                 lowest = top - reach
+                num_finite = 1 << 30
                 if top_k > 0:
                     lowest, num_finite = _lowest_finite(row_ptr, vocab, top, acc, BLOCK)
                     top_k = tl.where(num_finite > top_k, top_k, 0)
                 value, quota, num_ties = _threshold(
-                    row_ptr, vocab, lowest, top, row_mass, top_k, top_p, acc, BLOCK
+                    row_ptr, vocab, values_ptr, lowest, num_finite, top, row_mass, top_k, top_p, BLOCK
                 )
             _mask_row(row_ptr, vocab, value, quota, num_ties, acc, BLOCK)
 
@@ -95,7 +132,7 @@ def _lowest_finite(row_ptr, vocab, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     lowest = tl.zeros([BLOCK], ACC) + top
     count = tl.zeros([BLOCK], tl.int32)
-    for base in range(0, vocab, BLOCK):
+    for base in tl.range(0, vocab, BLOCK, num_stages=4):
         logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(ACC)
         is_finite = logits > float("-inf")
         lowest = tl.minimum(lowest, tl.where(is_finite, logits, top))
@@ -107,13 +144,13 @@ def _lowest_finite(row_ptr, vocab, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
 def _mask_row(row_ptr, vocab, value, quota, num_ties, ACC: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     if quota >= num_ties:
-        for base in range(0, vocab, BLOCK):
+        for base in tl.range(0, vocab, BLOCK, num_stages=4):
             ptrs = row_ptr + base + lane
             logits = tl.load(ptrs, mask=base + lane < vocab, other=float("inf")).to(ACC)
             tl.store(ptrs, float("-inf"), mask=logits < value)
     else:
         num_seen = 0
-        for base in range(0, vocab, BLOCK):
+        for base in tl.range(0, vocab, BLOCK, num_stages=4):
             ptrs = row_ptr + base + lane
             logits = tl.load(ptrs, mask=base + lane < vocab, other=float("inf")).to(ACC)
             is_tie = logits == value
@@ -149,6 +186,7 @@ def apply_top_k_top_p_triton(
         top_p,
         scratch,
         vocab,
+        FEW=_FEW,
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
     )
@@ -165,7 +203,7 @@ def apply_top_k_top_p_torch(
     top_p: torch.Tensor,
 ) -> None:
     """Torch reference of `apply_top_k_top_p`."""
-    num_rows, vocab = logits.shape
+    vocab = logits.shape[1]
     k, p = top_k[logit_slots], top_p[logit_slots]
     k = torch.where((k <= 0) | (k >= vocab), vocab, k)
     rows = ((k < vocab) | (p < 1.0)).nonzero().squeeze(1)
@@ -203,7 +241,7 @@ def aot_cases() -> list[AotCase]:
                 "scratch_ptr": "*fp64" if dtype == "fp64" else "*fp32",
                 "vocab": "i32",
             },
-            constexprs={"BLOCK": _BLOCK},
+            constexprs={"FEW": _FEW, "BLOCK": _BLOCK},
             num_warps=_NUM_WARPS,
         )
         for dtype in ("bf16", "fp32", "fp64")

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from mrv2_kernels.sampling.noise import gumbel_noise_torch
 
 from mrv2.engine.core import EngineCore
 from mrv2.engine.messages import EngineRequest, TokenLogprob
 from mrv2.sampling_params import MAX_LOGPROBS, SamplingParams
+from mrv2_kernels.sampling.noise import gumbel_noise_torch
 
 # in logits; half types: two steps of their grid at a logit of 16 to 32
 TIE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.03125, torch.bfloat16: 0.25}

@@ -56,7 +56,7 @@ def measure_limits(device: Device, dtype: torch.dtype) -> DeviceLimits:
     return limits
 
 
-def measure_read_bandwidth(device: Device, *, num_bytes: int | None = None, repetitions: int = 10) -> Limit:
+def measure_read_bandwidth(device: Device, *, num_bytes: int | None = None, repetitions: int = 5) -> Limit:
     """Read `num_bytes` (default 4 GiB on CUDA, 256 MiB on the host) with reductions; return the fastest's rate.
 
     A reduction reads everything and writes next to nothing, as a decode step does.  Each repetition is
@@ -78,8 +78,11 @@ def measure_read_bandwidth(device: Device, *, num_bytes: int | None = None, repe
     return _best({name: size / _seconds(device, fn, repetitions) for name, fn in methods.items()})
 
 
-def measure_matmul(device: Device, dtype: torch.dtype, *, side: int | None = None, repetitions: int = 10) -> Limit:
-    """Multiply square matrices of `side` rows in `dtype`; return FLOP/s."""
+def measure_matmul(device: Device, dtype: torch.dtype, *, side: int | None = None, repetitions: int = 5) -> Limit:
+    """Multiply square matrices of `side` rows in `dtype`; return FLOP/s.
+
+    The matrices are constant, which costs the least power: the fastest case, as fits a bound.
+    """
     n = side or _MATRIX_SIDE[device.type]
     left, right = device.full((n, n), 0.5, dtype), device.full((n, n), 0.5, dtype)
     out = device.empty((n, n), dtype)

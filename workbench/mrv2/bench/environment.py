@@ -131,9 +131,7 @@ def _nvidia_smi(uuid: str) -> dict[str, str]:
         return {}
     values = [value.strip() for value in text.strip().splitlines()[0].split(",")]
     return {
-        name: value
-        for name, value in zip(_SMI_FIELDS, values, strict=False)
-        if value and not value.startswith("[")
+        name: value for name, value in zip(_SMI_FIELDS, values, strict=False) if value and not value.startswith("[")
     }
 
 

@@ -140,9 +140,7 @@ def compare(results: Sequence[VariantResult], axes: Axes) -> list[Comparison]:
             expected = None
             if knob == "async_scheduling" and setting[knob] and twin.profile is not None:
                 expected = overlap_gain(twin.profile.host_ms, twin.profile.device_ms)
-            found.append(
-                Comparison(knob, twin.variant.label, result.variant.label, result.rate / twin.rate, expected)
-            )
+            found.append(Comparison(knob, twin.variant.label, result.variant.label, result.rate / twin.rate, expected))
     return found
 
 

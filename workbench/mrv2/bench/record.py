@@ -9,9 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mrv2_kernels.attention.decode import decode_num_splits
-from mrv2_models.attention import num_sms
-
 from mrv2.bench.bandwidth import DeviceLimits
 from mrv2.bench.environment import environment
 from mrv2.bench.harness import Axes, VariantResult, compare, same_tokens
@@ -19,6 +16,8 @@ from mrv2.bench.roofline import CostCard, ModelCost
 from mrv2.bench.workloads import Workload
 from mrv2.engine.core import EngineCore
 from mrv2.errors import ConfigError
+from mrv2_kernels.attention.decode import decode_num_splits
+from mrv2_models.attention import num_sms
 
 # increase when a field changes its meaning
 SCHEMA = 1

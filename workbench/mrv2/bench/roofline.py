@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import torch
-from mrv2_models.config import ModelConfig
 
 from mrv2.bench.workloads import Workload
+from mrv2_models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,7 @@ class CostCard:
     steps: list[StepWork] = field(repr=False)
 
     @classmethod
-    def of(
-        cls, workload: Workload, cost: ModelCost, *, max_num_seqs: int, max_num_batched_tokens: int
-    ) -> CostCard:
+    def of(cls, workload: Workload, cost: ModelCost, *, max_num_seqs: int, max_num_batched_tokens: int) -> CostCard:
         """Plan the steps of `workload` under the engine's limits."""
         steps = plan_steps(workload, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         return cls(cost, workload.num_output_tokens, steps)

@@ -54,9 +54,7 @@ class Workload:
 
     def shortened(self, max_output_len: int) -> Workload:
         """Return the same prompts with at most that many output tokens each, for a warm-up."""
-        requests = tuple(
-            BenchRequest(r.prompt_token_ids, min(r.output_len, max_output_len)) for r in self.requests
-        )
+        requests = tuple(BenchRequest(r.prompt_token_ids, min(r.output_len, max_output_len)) for r in self.requests)
         return Workload(f"{self.name} (short)", self.description, requests, self.temperature, self.scale)
 
     def engine_requests(self) -> list[EngineRequest]:
@@ -88,8 +86,7 @@ def _uniform(count: int, input_len: int, output_len: int) -> _Recipe:
     def make(vocab_size: int) -> list[BenchRequest]:
         rng = random.Random(0)
         return [
-            BenchRequest(tuple(rng.randrange(vocab_size) for _ in range(input_len)), output_len)
-            for _ in range(count)
+            BenchRequest(tuple(rng.randrange(vocab_size) for _ in range(input_len)), output_len) for _ in range(count)
         ]
 
     plural = "s" if count > 1 else ""

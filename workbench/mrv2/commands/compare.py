@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mrv2.commands.arguments import add_engine_flags, add_knob_flags, add_model_flag, given_options
 from mrv2.commands.demo_prompts import DEMO_CONVERSATIONS
 from mrv2.commands.generate import DEFAULT_MODEL
-from mrv2.commands.text_table import number, percent, text_table
+from mrv2.commands.printing import note, number, percent, text_table
 from mrv2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from mrv2.engine.messages import EngineRequest
     from mrv2.tokenizer import Tokenizer
 
-DEFAULT_MAX_TOKENS = 24
+DEFAULT_MAX_TOKENS = 32
 AXES: dict[str, tuple[Any, ...]] = {"runner": ("v1", "v2"), "async_scheduling": (False, True)}
 
 
@@ -36,10 +35,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_model_flag(parser, DEFAULT_MODEL)
     parser.add_argument(
-        "--requests", type=int, default=len(DEMO_CONVERSATIONS), metavar="N", help="use the first N requests of the demo"
+        "--requests",
+        type=int,
+        default=len(DEMO_CONVERSATIONS),
+        metavar="N",
+        help="use the first N requests of the demo",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="tokens of an answer at most"
+        "--max-tokens",
+        type=int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help=f"tokens of an answer at most (default: {DEFAULT_MAX_TOKENS})",
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 = greedy (the default)")
     parser.add_argument("--random-prompts", action="store_true", help="random token ids instead of the questions")
@@ -62,17 +69,16 @@ def run(args: argparse.Namespace) -> int:
     if args.requests < 1 or args.max_tokens < 1:
         raise ConfigError(f"--requests {args.requests} and --max-tokens {args.max_tokens} must be at least 1")
 
-    from mrv2_models.registry import resolve_model
-
     from mrv2.bench.agreement import find_differences
     from mrv2.bench.harness import make_variants
     from mrv2.device import make_device
     from mrv2.engine.core import EngineCore
     from mrv2.options import build_config
     from mrv2.tokenizer import Tokenizer
+    from mrv2_models.registry import resolve_model
 
     options = given_options(args)
-    _note(f"loading {args.model}")
+    note(f"loading {args.model}")
     device = make_device(options.pop("device", "auto"))
     try:
         found = resolve_model(args.model)
@@ -88,9 +94,11 @@ def run(args: argparse.Namespace) -> int:
         }
         core = EngineCore(build_config(args.model, device=device.type, **{**defaults, **options}), device)
         requests = _requests(core, prompts, args, tokenizer)
-        variants, _ = make_variants(core.knobs, AXES)
+        variants, refused = make_variants(core.knobs, AXES)
+        for text in refused:
+            note(f"left out: {text}")
         for variant in variants:
-            _note(f"warm-up: {variant.label}")
+            note(f"warm-up: {variant.label}")
             _serve(core, variant, _short(requests) if device.type == "host" else requests)
         measured = [_measure(core, variant, requests) for variant in variants]
         print(_texts(measured[0].run, tokenizer))
@@ -155,7 +163,7 @@ def _measure(core: EngineCore, variant: Variant, requests: list[EngineRequest]) 
     """Serve once for the clock and once under the recorder; on the host, where it costs nothing, at once."""
     from mrv2.bench.serving import profile
 
-    _note(f"serving {len(requests)} requests: {variant.label}")
+    note(f"serving {len(requests)} requests: {variant.label}")
     run = _serve(core, variant, requests) if core.device.type == "cuda" else None
     core.set_knobs(**variant.knobs.as_dict())
     recorded, served = profile(core, requests)
@@ -207,7 +215,3 @@ def _verdict(first: _Measured, differences: list[tuple[_Measured, Difference]]) 
     if all_ties:
         print("every difference is a tie: the two likeliest tokens are closer than the arithmetic resolves")
     return 0 if all_ties else 1
-
-
-def _note(text: str) -> None:
-    print(f"mrv2: {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mrv2.commands.text_table import text_table
+from mrv2.commands.printing import text_table
 
 _KINDS = {
     "fetch": "real weights and tokenizer, fetched on first use",

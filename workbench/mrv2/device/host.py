@@ -8,155 +8,18 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-import threading
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from queue import SimpleQueue
-from time import perf_counter_ns
 from typing import Any, NoReturn, cast
 
 import torch
 
 from mrv2.device.base import Device, DeviceError, Event, Graph, P, Shape, Stream, fill_garbage
+from mrv2.device.host_worker import NO_KWARGS, Item, Mark, Shared, start_worker, switch_interval
 from mrv2.instrument import context
-from mrv2.instrument.recorder import Recorder
-
-# A busy Python thread may keep the GIL for one switch interval (5 ms by default) while a worker waits.
-SWITCH_INTERVAL_S = 0.0005
-
-# stage (None = bookkeeping of the backend), function, args, kwargs, step, recorder
-_Item = tuple["str | None", Callable[..., object], tuple[Any, ...], dict[str, Any], "int | None", "Recorder | None"]
-_NO_KWARGS: dict[str, Any] = {}
-
-
-class _SwitchInterval:
-    """Lowers the interpreter's switch interval while at least one host device lives."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._before = 0.0
-
-    def lower(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._before))
-            self._users += 1
-
-    def restore(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                sys.setswitchinterval(self._before)
-
-
-_switch_interval = _SwitchInterval()
-
-
-@dataclass
-class _Shared:
-    """What the workers and finalizers know of their device; they must not keep the device alive."""
-
-    closed: bool = False
-    # first failed stage: (stage, stream, step, error)
-    failure: tuple[str, str, int | None, BaseException] | None = None
-    queues: list[SimpleQueue[_Item | None]] = field(default_factory=list)
-    threads: list[threading.Thread] = field(default_factory=list)
-
-    def close(self) -> None:
-        """Let the workers finish what is queued, then stop them."""
-        if self.closed:
-            return
-        self.closed = True
-        for queue in self.queues:
-            queue.put(None)
-        # a worker that drops the last reference to the device must not wait for its siblings
-        if threading.current_thread() not in self.threads:
-            for thread in self.threads:
-                thread.join()
-        _switch_interval.restore()
-
-
-class _Mark:
-    """A point in a queue: a held lock that the worker releases when it gets there."""
-
-    __slots__ = ("_lock", "done", "stream")
-
-    def __init__(self, stream: HostStream) -> None:
-        self.stream = stream
-        self.done = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def fire(self) -> None:
-        self.done = True
-        self._lock.release()
-
-    def wait(self) -> None:
-        if not self.done:
-            # each waiter passes the lock on, so any number may wait
-            with self._lock:
-                pass
-
-
-def _work(name: str, queue: SimpleQueue[_Item | None], shared: _Shared, delay: Callable[[], None] | None) -> None:
-    """Run a stream's items in order until None arrives."""
-    get, local = queue.get, context.local
-    while True:
-        item = get()
-        if item is None:
-            return
-        stage, fn, args, kwargs, step, recorder = item
-        if delay is not None:
-            delay()
-        try:
-            if stage is None:
-                fn(*args)
-            elif shared.failure is None:
-                local.step = step
-                nvtx = context.nvtx
-                if nvtx is not None:
-                    nvtx.push(stage, "device", step)
-                start = perf_counter_ns()
-                fn(*args, **kwargs)
-                end = perf_counter_ns()
-                if nvtx is not None:
-                    nvtx.pop()
-                if recorder is not None:
-                    recorder.add("device", name, stage, start, end, step)
-        except BaseException as error:  # whatever it is, the engine thread must hear of it
-            shared.failure = shared.failure or (stage or "poison", name, step, error)
-        # an idle worker must not keep a step's tensors alive
-        del item, fn, args, kwargs
-
-
-def _start_worker(
-    name: str, num_threads: int, delay: Callable[[], None] | None, shared: _Shared
-) -> SimpleQueue[_Item | None]:
-    queue: SimpleQueue[_Item | None] = SimpleQueue()
-    ready = threading.Lock()
-    ready.acquire()
-
-    def main() -> None:
-        torch.set_num_threads(num_threads)
-        torch.set_grad_enabled(False)
-        ready.release()
-        _work(name, queue, shared, delay)
-
-    thread = threading.Thread(target=main, name=f"mrv2-stream-{name}", daemon=True)
-    num_threads_here = torch.get_num_threads()
-    thread.start()
-    ready.acquire()
-    # torch keeps the count per thread but hands the latest one to threads that start later
-    torch.set_num_threads(num_threads_here)
-    shared.queues.append(queue)
-    shared.threads.append(thread)
-    return queue
 
 
 class HostEvent(Event):
@@ -164,10 +27,10 @@ class HostEvent(Event):
 
     def __init__(self, device: HostDevice) -> None:
         self.device = device
-        self.mark: _Mark | None = None
+        self.mark: Mark | None = None
 
     def record(self, stream: Stream) -> None:
-        mark = _Mark(cast("HostStream", stream))
+        mark = Mark(cast("HostStream", stream))
         self.mark, self.recorded = mark, True
         mark.stream.put_internal(mark.fire)
 
@@ -182,7 +45,7 @@ class HostEvent(Event):
 class HostStream(Stream):
     """A worker thread and its queue."""
 
-    def __init__(self, device: HostDevice, name: str, queue: SimpleQueue[_Item | None]) -> None:
+    def __init__(self, device: HostDevice, name: str, queue: SimpleQueue[Item | None]) -> None:
         self.device: HostDevice = device
         self.name = name
         self._shared = device.shared
@@ -208,7 +71,7 @@ class HostStream(Stream):
         """Enqueue bookkeeping that runs even after a failure and appears in no recording."""
         if self._shared.closed:
             self.device._check_failure()
-        self._put((None, fn, args, _NO_KWARGS, None, None))
+        self._put((None, fn, args, NO_KWARGS, None, None))
 
 
 def _alias(arg: object) -> object:
@@ -219,10 +82,10 @@ def _alias(arg: object) -> object:
         return arg.detach()
 
 
-def _spoil(shared: _Shared, queue: SimpleQueue[_Item | None], alias: torch.Tensor) -> None:
+def _spoil(shared: Shared, queue: SimpleQueue[Item | None], alias: torch.Tensor) -> None:
     """Play the caching allocator: the owner dropped this memory, so the main stream writes over it."""
     if not shared.closed:
-        queue.put((None, fill_garbage, (alias,), _NO_KWARGS, None, None))
+        queue.put((None, fill_garbage, (alias,), NO_KWARGS, None, None))
 
 
 class HostDevice(Device):
@@ -250,12 +113,12 @@ class HostDevice(Device):
                 f"threads_per_stream={threads_per_stream} at least 1"
             )
         super().__init__(torch.device("cpu"), poison)
-        self.shared = _Shared()
+        self.shared = Shared()
         self._random_delay_s = random_delay_s
         self._delay_streams = delay_streams
         self._seed = seed
         self._threads_per_stream = threads_per_stream
-        _switch_interval.lower()
+        switch_interval.lower()
         self._closer = weakref.finalize(self, self.shared.close)
         self.stream("main")
 
@@ -289,9 +152,7 @@ class HostDevice(Device):
 
     def _make_stream(self, name: str) -> HostStream:
         delayed = self._random_delay_s > 0.0 and (self._delay_streams is None or name in self._delay_streams)
-        queue = _start_worker(
-            name, self._threads_per_stream, self._random_delay(name) if delayed else None, self.shared
-        )
+        queue = start_worker(name, self._threads_per_stream, self._random_delay(name) if delayed else None, self.shared)
         return HostStream(self, name, queue)
 
     def _random_delay(self, name: str) -> Callable[[], None]:

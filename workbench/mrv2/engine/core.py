@@ -207,10 +207,10 @@ class EngineCore:
                 f"{self.config.scheduling_policy!r}"
             )
         low, high = min(message.prompt_token_ids), max(message.prompt_token_ids)
-        if low < 0 or high >= self.executor.vocab_size:
-            raise RequestError(
-                f"{name}: token id {low if low < 0 else high} is outside the vocabulary 0..{self.executor.vocab_size - 1}"
-            )
+        vocab_size = self.executor.vocab_size
+        if low < 0 or high >= vocab_size:
+            outside = low if low < 0 else high
+            raise RequestError(f"{name}: token id {outside} is outside the vocabulary 0..{vocab_size - 1}")
         room = self.max_model_len - prompt_len
         max_tokens = min(message.params.max_tokens or room, room)
         needed, usable = self.kv.blocks_for(prompt_len + max_tokens), self.kv.pool.num_usable
@@ -238,14 +238,15 @@ class EngineCore:
     def _serve_dummies(self) -> None:
         vocab, limit = self.executor.vocab_size, min(self.max_model_len - 1, self.config.max_num_batched_tokens)
         variants = [
-            SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-            SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, max_tokens=3, logprobs=2, ignore_eos=True),
-            SamplingParams(temperature=1.0, max_tokens=5, ignore_eos=True),
+            SamplingParams(temperature=0.0, ignore_eos=True),
+            SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, logprobs=2, ignore_eos=True),
+            SamplingParams(temperature=1.0, ignore_eos=True),
         ]
         for index, params in enumerate(variants[: self.config.max_num_seqs]):
             prompt = [(7 * i + index) % vocab for i in range(min(limit, 17 + index))]
             room = self.kv.pool.num_usable * self.kv.block_size - len(prompt)
-            if room >= params.max_tokens:
+            if room > 0:
+                params = params.replace(max_tokens=min(3 + index, room))
                 self.add_request(EngineRequest(req_id=f"warm-up-{index}", prompt_token_ids=prompt, params=params))
         while self.has_unfinished:
             self.step()

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from mrv2_models.kv_cache import KVCacheGroup, LayerCache, allocate_kv_caches, group_specs
-from mrv2_models.model_state import resolve_model_state
-from mrv2_models.registry import load_model, resolve_model
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.device import Device, make_device
@@ -19,6 +16,9 @@ from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.model_runner import ModelRunnerV1
 from mrv2.runner.v2.model_runner import ModelRunnerV2
 from mrv2.runner.v2.upload import step_words_capacity
+from mrv2_models.kv_cache import LayerCache, allocate_kv_caches, group_specs
+from mrv2_models.model_state import resolve_model_state
+from mrv2_models.registry import load_model, resolve_model
 
 MAX_QUEUE_DEPTH = 4
 # mixed batches up to this many tokens replay graphs

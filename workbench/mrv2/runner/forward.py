@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from mrv2_models.causal_lm import CausalLM
-from mrv2_models.kv_cache import LayerCache
-from mrv2_models.model_state import ForwardBatch, ModelState
 
 from mrv2.config import Knobs
 from mrv2.device import Device, Graph, Stream
 from mrv2.instrument import stages
+from mrv2_models.causal_lm import CausalLM
+from mrv2_models.kv_cache import LayerCache
+from mrv2_models.model_state import ForwardBatch, ModelState
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,9 @@ class Runner(Protocol):
     name: Literal["v1", "v2"]
     # most steps that may be in flight at once
     max_queue_depth: int
-    stats: RunnerStats
+
+    @property
+    def stats(self) -> RunnerStats: ...
 
     def execute_model(self, scheduled: SchedulerOutput) -> None: ...
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrv2_models.causal_lm import CausalLM
-
 from mrv2.config import Knobs
 from mrv2.device import Device
 from mrv2.runner.forward import ForwardPass
+from mrv2_models.causal_lm import CausalLM
 
 
 @dataclass(slots=True, kw_only=True)

@@ -31,7 +31,9 @@ class DeviceArena:
             self._start[name] = total
             self._row_words[name] = prod(shape[1:]) * _WORDS[dtype]
             total += prod(shape) * _WORDS[dtype]
-        assert total < 2**31, f"request state of {total} words exceeds int32 offsets: lower max_num_seqs or max_model_len"
+        assert total < 2**31, (
+            f"request state of {total} words exceeds int32 offsets: lower max_num_seqs or max_model_len"
+        )
         # [1, words]
         self.words = device.zeros((1, total), torch.int32)
         self.views: dict[str, torch.Tensor] = {}

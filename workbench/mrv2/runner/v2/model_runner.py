@@ -17,6 +17,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+
+from mrv2.instrument import stages
+from mrv2.runner.async_output import LogprobSlots, OutputSlots, PinnedOutput
+from mrv2.runner.forward import ForwardBuffers
+from mrv2.runner.protocol import RunnerStats, SchedulerOutput
+from mrv2.runner.resources import RunnerResources
+from mrv2.runner.v2.request_state import RequestState
+from mrv2.runner.v2.sampler import Sampler, SamplingContext, SamplingPlan, gather_logprobs
+from mrv2.runner.v2.upload import StepUpload, UploadedBatch
+from mrv2.sampling_params import MAX_LOGPROBS
 from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
 from mrv2_kernels.inputs.post_update import post_update
 from mrv2_kernels.inputs.prepare import prepare_pos_seq_lens, prepare_prefill_inputs
@@ -24,15 +34,6 @@ from mrv2_kernels.state.block_table import compute_slot_mapping, gather_block_ta
 from mrv2_kernels.state.staged_write import apply_staged_writes
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.model_state import ForwardBatch, ModelState
-
-from mrv2.instrument import stages
-from mrv2.runner.async_output import OutputSlots, PendingLogprobs, PinnedOutput
-from mrv2.runner.forward import ForwardBuffers
-from mrv2.runner.protocol import RunnerStats, SchedulerOutput
-from mrv2.runner.resources import RunnerResources
-from mrv2.runner.v2.request_state import RequestState
-from mrv2.runner.v2.sampler import Sampler, SamplingContext, SamplingPlan, gather_logprobs
-from mrv2.runner.v2.upload import StepUpload, UploadedBatch
 
 
 class LogitsHolder:
@@ -78,6 +79,12 @@ class ModelRunnerV2:
             r.device, self.state.arena, r.max_num_seqs, r.forward.buffers.step_words, depth=r.max_queue_depth + 1
         )
         self.output_slots = OutputSlots(r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs)
+        self.logprob_slots = LogprobSlots(
+            r.device,
+            count=r.max_queue_depth + 1,
+            max_num_seqs=r.max_num_seqs,
+            max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
+        )
         # [R] int32 zeros: nothing is rejected without drafts
         self.num_rejected = r.device.zeros((r.max_num_seqs,), torch.int32)
         # [R + 1] int32: one logits row a request
@@ -190,10 +197,9 @@ class ModelRunnerV2:
         if width:
             shapes = (((num_reqs, width), torch.int64), ((num_reqs, width), torch.float32), ((num_reqs,), torch.int64))
             on_device = [self.device.empty(shape, dtype) for shape, dtype in shapes]
-            on_host = [self.device.pinned(shape, dtype) for shape, dtype in shapes]
+            pending = self.logprob_slots.take(num_reqs, width)
             self.main.run(stages.SAMPLE, self._gather_logprobs, holder, sampled, *on_device)
-            pairs += zip(on_host, on_device, strict=True)
-            pending = PendingLogprobs(*on_host)
+            pairs += zip((pending.token_ids, pending.logprobs, pending.ranks), on_device, strict=True)
         stream = self.copy_stream if self.resources.knobs.output_copy == "side_stream" else self.main
         if stream is not self.main:
             stream.wait_event(self.main.record_event())

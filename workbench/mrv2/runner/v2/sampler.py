@@ -13,14 +13,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
+
+from mrv2.runner.protocol import RowSampling
+from mrv2.runner.v2.arena import DeviceArena
 from mrv2_kernels.sampling.gumbel import gumbel_sample
 from mrv2_kernels.sampling.logprobs import topk_logprobs
 from mrv2_kernels.sampling.min_p import apply_min_p
 from mrv2_kernels.sampling.temperature import apply_temperature
 from mrv2_kernels.sampling.top_k_top_p import apply_top_k_top_p
-
-from mrv2.runner.protocol import RowSampling
-from mrv2.runner.v2.arena import DeviceArena
 
 SAMPLING_SECTIONS: dict[str, torch.dtype] = {
     "seeds": torch.int64,

@@ -1,7 +1,8 @@
-"""Plain-text tables and the formats of their figures."""
+"""How results look on a terminal: tables and figures on stdout, progress on stderr."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -29,3 +30,8 @@ def number(value: float | None, digits: int = 2) -> str:
 def percent(share: float | None, digits: int = 0) -> str:
     """Format a share of one as a percentage; None as a dash."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def note(text: str) -> None:
+    """Say on stderr what is going on; stdout carries results only."""
+    print(f"mrv2: {text}", file=sys.stderr, flush=True)
