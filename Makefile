@@ -16,7 +16,7 @@ PYTEST     := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.core ## run one model with both runners, switch by switch, and compare
+demo: $(VENV)/.core ## serve a small model with both runners, sync and async, and compare
 	$(BIN)/mrv2 compare --model $(DEMO_MODEL)
 
 lab: $(if $(wildcard notebooks),$(VENV)/.notebook) ## open the notebooks in JupyterLab

@@ -18,7 +18,7 @@ MAX_MODEL_LEN = 160
 BLOCK_SIZE = 16
 
 
-def make_core(device: Device | None = None, *, model: str = MODEL, **options: object) -> EngineCore:
+def make_core(ready: Device | None = None, *, model: str = MODEL, **options: object) -> EngineCore:
     """Return a float64 engine on the host backend that checks its books after every step."""
     defaults: dict[str, object] = dict(
         device="host",
@@ -31,7 +31,7 @@ def make_core(device: Device | None = None, *, model: str = MODEL, **options: ob
         debug_checks=True,
         knobs=Knobs(),
     )
-    return EngineCore(EngineConfig(model=model, **(defaults | options)), device)  # type: ignore[arg-type]
+    return EngineCore(EngineConfig(model=model, **(defaults | options)), ready)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -90,14 +90,20 @@ def random_prompt(seed: int, length: int, vocab: int = 512) -> list[int]:
 
 
 @cache
-def alone(prompt: tuple[int, ...], temperature: float, seed: int, num_tokens: int, model: str = MODEL) -> list[int]:
+def alone(
+    prompt: tuple[int, ...],
+    temperature: float,
+    seed: int,
+    num_tokens: int,
+    options: tuple[tuple[str, object], ...] = (),
+) -> list[int]:
     """Return what a request yields with the engine to itself: synchronous, one row, no cache, no chunks."""
     core = make_core(
-        model=model,
+        **dict(options),  # type: ignore[arg-type]
         max_num_seqs=1,
         max_num_batched_tokens=MAX_MODEL_LEN,
         enable_prefix_caching=False,
-        knobs=Knobs(async_scheduling=False),
+        knobs=Knobs(async_scheduling=False, cuda_graphs="off"),
     )
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
     return serve(core, {"alone": (list(prompt), params)})["alone"].token_ids

@@ -82,22 +82,20 @@ class Linear(nn.Module):
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensors ``<prefix>.<part>.weight`` (and ``.bias``)."""
-        start = 0
-        everything = slice(None)
+        everything, start = slice(None), 0
         for part, (units, size) in self.outputs.items():
-            full_rows = units * size
             if self.split == "column":
                 kept = self.shard.part(units, part)
                 rows, columns = slice(kept.start * size, kept.stop * size), everything
+                stop = start + rows.stop - rows.start
             else:
                 rows, columns = everything, self.shard.part(self.in_features, part)
-            stop = start + (rows.stop - rows.start if self.split == "column" else full_rows)
+                stop = start + units * size
+            name, shape = f"{prefix}.{part}", (units * size, self.in_features)
             std = self.in_features**-0.5
-            shape = (full_rows, self.in_features)
-            name = f"{prefix}.{part}" if prefix else part
             yield WeightSource(f"{name}.weight", shape, (rows, columns), self.weight[start:stop], 0.0, std)
             if self.bias is not None:
-                yield WeightSource(f"{name}.bias", (full_rows,), (rows,), self.bias[start:stop], 0.0, 0.1)
+                yield WeightSource(f"{name}.bias", shape[:1], (rows,), self.bias[start:stop], 0.0, 0.1)
             start = stop
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench.small_engine import small_core
 
+from bench.small_engine import small_core
 from mrv2.bench import agreement
 from mrv2.bench.agreement import Difference, find_differences
 from mrv2.bench.serving import serve

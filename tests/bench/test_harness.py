@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from bench.small_engine import small_core
 
+from bench.small_engine import small_core
 from mrv2.bench import harness
 from mrv2.bench.bandwidth import DeviceLimits, Limit, measure_limits, measure_matmul, measure_read_bandwidth
 from mrv2.bench.environment import source_root
-from mrv2.bench.harness import VariantResult, compare, make_variants, measure, overlap_gain, same_tokens
+from mrv2.bench.harness import VariantResult, compare, disagreements, make_variants, measure, overlap_gain, same_tokens
 from mrv2.bench.record import WorkloadResult, cost_card, headline, make_record, read_record, write_record
 from mrv2.bench.serving import ServedRun, serve
 from mrv2.bench.workloads import BenchRequest, Workload, make_workload
@@ -72,6 +73,22 @@ def test_median_and_digest() -> None:
     assert not same_tokens([result, other])
 
 
+def test_disagreements_name_the_setting_and_judge_each_request() -> None:
+    small = Workload("two", "", (BenchRequest((1, 2, 3), 3), BenchRequest((4, 5), 3)), 0.0)
+    with small_core(small) as core:
+        run = serve(core, small.engine_requests())
+        other = replace(run, tokens={**run.tokens, "1": [*run.tokens["1"][:2], (run.tokens["1"][2] + 1) % 512]})
+        variants, _ = make_variants(core.knobs, {"runner": ("v1", "v2")})
+        results = [VariantResult(variants[0], [run, run]), VariantResult(variants[1], [run, other, other])]
+        ((label, difference),) = disagreements(core, small, results)
+        record = WorkloadResult(small, cost_card(core, small), results, {}, [(label, difference)])
+        found = record.as_dict(DeviceLimits(Limit(1.0, ""), Limit(1.0, "")))["differences"]
+    assert label == "v2 async"
+    assert (difference.req_id, difference.index) == ("1", 2)
+    assert (found["num_requests"], found["num_ties"]) == (1, 0)
+    assert found["worst"].startswith("v2 async, request 1, generated token 2")
+
+
 def test_repetitions_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
@@ -97,7 +114,7 @@ def test_measure_and_record(tmp_path: Path) -> None:
         variants, _ = make_variants(core.knobs, AXES)
         results = measure(core, SMALL, variants, repetitions=2)
         limits = DeviceLimits(Limit(1e10, "stated"), Limit(1e11, "stated"))
-        record = make_record(core, limits, [WorkloadResult(SMALL, cost_card(core, SMALL), results, AXES)])
+        record = make_record(core, limits, [WorkloadResult(SMALL, cost_card(core, SMALL), results, AXES, [])])
     assert same_tokens(results)
     for result in results:
         run, stages = result.last, result.profile

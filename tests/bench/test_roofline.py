@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench.small_engine import small_core
 
+from bench.small_engine import small_core
 from mrv2.bench.roofline import CostCard, ModelCost, plan_steps
 from mrv2.bench.serving import serve
 from mrv2.bench.workloads import BenchRequest, Workload, make_workload

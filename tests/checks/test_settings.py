@@ -1,13 +1,11 @@
-"""Every setting explains itself, in the code and in README.md."""
+"""Every setting explains itself."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import MISSING, fields
 
 import pytest
 
-from checks.source_tree import REPO
 from mrv2.config import EngineConfig, Knobs, legal_values
 
 KNOBS = fields(Knobs)
@@ -28,15 +26,3 @@ def test_setting_has_a_default(setting: str) -> None:
     spec = next(f for f in fields(EngineConfig) if f.name == setting)
     has_default = spec.default is not MISSING or spec.default_factory is not MISSING
     assert has_default or setting == "model", f"{setting} has no default; only `model` must be given"
-
-
-def test_readme_lists_every_knob_with_its_values() -> None:
-    rows = {
-        match[1]: match[0]
-        for match in re.finditer(r"^\| `(\w+)` \|.*$", (REPO / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    for spec in KNOBS:
-        assert spec.name in rows, f"README.md has no row for the knob {spec.name}"
-        for value in legal_values(spec.name):
-            shown = {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
-            assert shown in rows[spec.name], f"README.md: the row of {spec.name} lacks the value {shown!r}"

@@ -25,11 +25,12 @@ TINY += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
 
 
 def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code: object
     try:
         code = main(argv)
     except SystemExit as stop:
-        assert isinstance(stop.code, int)
         code = stop.code
+    assert isinstance(code, int)
     out, err = capsys.readouterr()
     return code, out, err
 

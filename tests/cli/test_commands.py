@@ -70,7 +70,7 @@ def test_compare_agrees(capsys: pytest.CaptureFixture[str]) -> None:
 def test_compare_reports_the_first_difference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last run's answer to request 1 is falsified."""
+    """One run's answer to request 1 is falsified."""
     profile, calls = serving.profile, []
 
     def falsified(core: Any, requests: Any) -> tuple[StepProfile, ServedRun]:
@@ -85,7 +85,7 @@ def test_compare_reports_the_first_difference(
     monkeypatch.setattr(serving, "profile", falsified)
     assert main(COMPARE) == 1
     out = capsys.readouterr().out
-    assert "identical tokens: no, 1 request(s) differ from v1 sync" in out
+    assert "identical tokens: no, 1 answer(s) differ from the first run's (v1 sync)" in out
     assert "v2 async, request 1, generated token 2" in out
     assert "not a tie" in out
 
@@ -102,14 +102,15 @@ def test_demo_conversations_are_well_formed() -> None:
 def test_bench_records_and_prints_json_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "record.json"
     argv = ["bench", *TINY, "--workload", "a,c", "--scale", "64", "--repetitions", "1", "--stages"]
-    assert main([*argv, "--runners", "v2", "--vary", "output_copy=side_stream,main_stream", "--record", str(path)]) == 0
+    argv += ["--modes", "async", "--runners", "v2", "--vary", "output_copy=side_stream,main_stream"]
+    assert main([*argv, "--record", str(path)]) == 0
     out = capsys.readouterr().out
     line = json.loads(out.splitlines()[-1])
     assert set(line["workloads"]) == {"a/64", "c/64"}
     record = read_record(path)
     assert [w["name"] for w in record["workloads"]] == ["a/64", "c/64"]
     labels = [v["label"] for v in record["workloads"][0]["variants"]]
-    assert labels[0] == "v2 sync output_copy=side_stream" and len(labels) == 4
+    assert labels == ["v2 async output_copy=side_stream", "v2 async output_copy=main_stream"]
     assert record["limits"]["read_bytes_per_s"] > 0
     assert "workload a/64" in out and "of floor" in out and "forward" in out
 
@@ -117,3 +118,20 @@ def test_bench_records_and_prints_json_last(tmp_path: Path, capsys: pytest.Captu
 def test_bench_lists_its_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
     assert [line[0] for line in capsys.readouterr().out.splitlines()] == list("abcdef")
+
+
+@pytest.mark.gpu
+def test_compare_and_bench_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--model", "tiny-llama", "--device", "cuda", "--max-tokens", "8"]) == 0
+    assert "identical tokens: yes" in capsys.readouterr().out
+    path = tmp_path / "record.json"
+    argv = ["bench", "--model", "tiny-qwen3", "--device", "cuda", "--max-num-seqs", "8", "--max-model-len", "256"]
+    assert main([*argv, "--scale", "8", "--repetitions", "1", "--record", str(path)]) == 0
+    capsys.readouterr()
+    record = read_record(path)
+    variants = {v["label"]: v for v in record["workloads"][0]["variants"]}
+    assert len(variants) == 8
+    assert variants["v2 async graphs=model"]["num_graph_replays"] > 0
+    assert variants["v2 async graphs=off"]["num_graph_replays"] == 0
+    assert record["environment"]["gpu"]["num_sms"] > 0
+    assert record["kernels"]["decode_attention_splits"]

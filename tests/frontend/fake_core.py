@@ -16,6 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot, TokenLogprob
 from mrv2.errors import RequestError
+from mrv2.instrument import Recorder
 from mrv2_models.config import PRESET_DIR, ModelConfig
 
 # prompts that begin with one of these make the core misbehave
@@ -39,6 +40,16 @@ CHAT_TEMPLATE = (
 )
 
 
+class FakeDevice:
+    """A device with nothing to record."""
+
+    def start_recording(self, recorder: Recorder) -> None: ...
+
+    def stop_recording(self) -> None: ...
+
+    def synchronize(self, reason: str) -> None: ...
+
+
 @dataclass
 class _Running:
     request: EngineRequest
@@ -51,7 +62,7 @@ class FakeCore:
 
     config: EngineConfig
     tokens_per_step: int = 1
-    device: Any = None
+    device: Any = field(default_factory=FakeDevice)
     max_model_len: int = 1 << 20
     num_steps: int = 0
     aborted: list[str] = field(default_factory=list)

@@ -17,9 +17,11 @@ import pytest
 
 from frontend.fake_core import CRASH_TOKEN, EXIT_TOKEN, INTERRUPT_TOKEN, broken_core, fake_core
 from mrv2 import ConfigError, EngineConfig, EngineDeadError, RequestError, SamplingParams
-from mrv2.engine.client import EngineClient, InprocClient, ThreadClient, make_client
+from mrv2.engine.client import EngineClient, InprocClient
+from mrv2.engine.connect import make_client
 from mrv2.engine.messages import EngineOutput, EngineRequest
 from mrv2.engine.process_client import ProcessClient
+from mrv2.engine.remote_client import ThreadClient
 from mrv2.instrument import context
 
 CONFIG = EngineConfig(model="fake", max_model_len=100)

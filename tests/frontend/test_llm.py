@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from frontend.fake_core import CRASH_TOKEN, FakeCore, fake_core, fake_core_of_three
+from frontend.fake_core import CRASH_TOKEN, INTERRUPT_TOKEN, FakeCore, fake_core, fake_core_of_three
 from mrv2 import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
 from mrv2.engine.client import InprocClient
 from mrv2.prompts import parse_prompts
@@ -110,6 +110,14 @@ def test_an_exception_inside_generate_aborts_what_it_submitted(llm: LLM) -> None
     assert core_of(llm).running == {}
     assert llm.generate([[3]], TEN, use_tqdm=False)[0].outputs[0].token_ids == [3] * 10
     assert llm._mailboxes == {}
+
+
+def test_ctrl_c_ends_generate_and_leaves_the_engine_usable(llm: LLM) -> None:
+    stream = llm.stream([7], TEN)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[INTERRUPT_TOKEN]], TEN, use_tqdm=False)
+    assert len([token for output in stream for token in output.outputs[0].token_ids]) == 10
+    assert core_of(llm).running == {} and llm._mailboxes == {}
 
 
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,11 @@ def test_a_real_model_answers() -> None:
         assert answer.prompt is not None
         pieces = [out.outputs[0].text for out in llm.stream({"prompt": answer.prompt}, params)]
         assert "".join(pieces) == answer.outputs[0].text and len(pieces) > 5
+
+
+@pytest.mark.slow
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).parents[2] / "examples" / "vllm_style.py"
+    runpy.run_path(str(script))["main"]("smollm2-135m-instruct")
+    shown = capsys.readouterr().out
+    assert "The capital of France is Paris." in shown and "(0 prompt tokens cached)" in shown

@@ -197,8 +197,9 @@ def test_offsets_beyond_two_to_the_31():
         gumbel_sample(logits, sampled, zeros, ones, torch.tensor([1.0]), torch.tensor([5]))
         topk_logprobs(logits, sampled, ids, values, ranks)
         results.append((sampled, ranks, ids, values))
+    # the order of a sum may follow the alignment of the rows
     for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
 def test_sampling_can_be_captured_in_a_graph():

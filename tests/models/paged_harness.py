@@ -43,7 +43,7 @@ class PagedHarness:
         self, tokens: dict[str, list[int]], *, pad_tokens: int = 0, pad_requests: int = 0
     ) -> dict[str, torch.Tensor]:
         """Run the next tokens of some requests; return their logits, ``[number of tokens, V]`` each."""
-        batch = self._batch(tokens, pad_tokens, pad_requests)
+        batch = self.batch(tokens, pad_tokens, pad_requests)
         inputs, attn = self.state.prepare_inputs(batch), self.state.prepare_attn(batch)
         hidden = self.model(**inputs, attn=attn, kv_caches=self.kv_caches)
         num_tokens = sum(map(len, tokens.values()))
@@ -52,7 +52,8 @@ class PagedHarness:
             self.computed[req_id] += len(new)
         return dict(zip(tokens, logits.split([len(new) for new in tokens.values()]), strict=True))
 
-    def _batch(self, tokens: dict[str, list[int]], pad_tokens: int, pad_requests: int) -> ForwardBatch:
+    def batch(self, tokens: dict[str, list[int]], pad_tokens: int = 0, pad_requests: int = 0) -> ForwardBatch:
+        """Prepare a step without running it; blocks are handed out as needed."""
         lengths = [len(new) for new in tokens.values()]
         ids = [token for new in tokens.values() for token in new]
         positions, slots, tables, seq_lens = [], [], [], []

@@ -23,7 +23,7 @@ def test_the_hooks_of_a_dense_model_are_neutral(harness: PagedHarness) -> None:
     assert state.custom_sampler() is None
     state.add_request(0, np.arange(5, dtype=np.int32), 0)
     state.apply_staged_writes()
-    batch = harness._batch({"a": [1, 2, 3]}, 0, 0)
+    batch = harness.batch({"a": [1, 2, 3]})
     assert state.get_mm_embeddings(batch) is None
     state.preprocess_state(batch)
     state.postprocess_state(batch, torch.ones(1, dtype=torch.int32))
@@ -32,7 +32,7 @@ def test_the_hooks_of_a_dense_model_are_neutral(harness: PagedHarness) -> None:
 
 
 def test_tensors_are_handed_on_without_a_copy(harness: PagedHarness) -> None:
-    batch = harness._batch({"a": [1, 2, 3]}, 0, 0)
+    batch = harness.batch({"a": [1, 2, 3]})
     attn = harness.state.prepare_attn(batch)
     assert attn.block_tables is batch.block_tables[0]
     assert attn.slot_mapping is batch.slot_mappings[0]
@@ -47,7 +47,7 @@ def test_more_than_one_group_is_refused(harness: PagedHarness) -> None:
 
 def test_sdpa_without_host_lengths_is_refused(harness: PagedHarness) -> None:
     harness.backend = "sdpa"
-    batch = harness._batch({"a": [1, 2, 3]}, 0, 0)
+    batch = harness.batch({"a": [1, 2, 3]})
     batch.max_seq_lens_np = None
     with pytest.raises(ValueError, match="'sdpa' needs query_start_loc_np and max_seq_lens_np"):
         harness.model(
@@ -58,7 +58,7 @@ def test_sdpa_without_host_lengths_is_refused(harness: PagedHarness) -> None:
 def test_sdpa_takes_upper_bounds_of_the_lengths(harness: PagedHarness) -> None:
     expected = harness.step({"a": list(range(40))})["a"]
     harness.backend = "sdpa"
-    batch = harness._batch({"b": list(range(40))}, 0, 0)
+    batch = harness.batch({"b": list(range(40))})
     assert batch.max_seq_lens_np is not None
     batch.max_seq_lens_np += 7
     hidden = harness.model(

@@ -105,12 +105,16 @@ def test_async_waits_at_the_barrier_and_late_for_the_output() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_no_wait_goes_unnamed(mode: str) -> None:
     core = make_core(knobs=MODES[mode])
-    collector = steady(core, 4)
+    collector = steady(core, 3)
+    wants_logprobs = SamplingParams(
+        temperature=0.8, seed=1, logprobs=2, top_k=9, min_p=0.01, max_tokens=9, ignore_eos=True
+    )
+    collector.submit("logprobs", random_prompt(8, 70), wants_logprobs)
     for _ in range(3):
         collector.step()
     with no_sync():
         collector.run()
-    assert [collector.served[f"r{i}"].token_ids for i in range(4)] == expected(4)
+    assert [collector.served[f"r{i}"].token_ids for i in range(3)] == expected(3)
     core.shutdown()
 
 
@@ -208,6 +212,20 @@ def test_arrived_tokens_replace_their_placeholders() -> None:
         on_host = runner.batch.token_ids_cpu[row, : runner.batch.num_tokens[row]].tolist()
         assert on_host == state.prompt_token_ids + state.output_token_ids
     collector.run()
+    core.shutdown()
+
+
+def test_a_reused_id_does_not_inherit_the_token_in_flight_of_its_last_owner() -> None:
+    core = make_core(knobs=ASYNC)
+    collector = Collector(core)
+    first, second = random_prompt(1, 7), random_prompt(2, 9)
+    stop = alone(tuple(first), 0.0, 0, 5)[2]
+    collector.submit("r", first, SamplingParams(temperature=0.0, stop_token_ids=[stop], max_tokens=5, ignore_eos=True))
+    while collector.served["r"].finish_reason is None:
+        collector.step()
+    assert core.steps_in_flight == 1, "the step that the stop token made vain is still to arrive"
+    collector.submit("r", second, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    assert collector.run()["r"].token_ids == alone(tuple(second), 0.0, 0, 5)
     core.shutdown()
 
 

@@ -11,9 +11,7 @@ EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes 
 
 
 def _knob(default: Any, effect: EffectClass, help: str, look_for: str, values: tuple[Any, ...] = ()) -> Any:
-    return field(
-        default=default, metadata={"effect": effect, "help": help, "look_for": look_for, "values": values}
-    )
+    return field(default=default, metadata={"effect": effect, "help": help, "look_for": look_for, "values": values})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from tqdm.auto import tqdm
 
 from mrv2.chat_template import Message
 from mrv2.config import EngineConfig, Knobs
-from mrv2.engine.client import EngineClient, EnginePlace, make_client
+from mrv2.engine.client import EngineClient
+from mrv2.engine.connect import EnginePlace, make_client
 from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
 from mrv2.engine.output_processor import OutputProcessor, ProcessedOutputs
 from mrv2.engine.service import CoreFactory, make_core
@@ -70,10 +71,10 @@ class LLM:
             self.tokenizer, eos_token_ids=tuple(dict.fromkeys((*eos, *self.client.info.model_config.eos_token_ids)))
         )
         self._request_numbers = count()
-        # guards the processor and the mailboxes; never held while waiting for the engine
-        self._lock = threading.Lock()
-        # one thread at a time takes outputs, for all of them
-        self._pump_lock = threading.Lock()
+        # guards the processor, the mailboxes and `_is_pumping`; never held while waiting for the engine
+        self._changed = threading.Condition(threading.Lock())
+        # one of the threads that wait takes the engine's outputs, for all of them
+        self._is_pumping = False
         # unfinished request -> the call that waits for its outputs
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         # requests whose stream was dropped; a destructor may run inside a step, so they are aborted later
@@ -181,7 +182,7 @@ class LLM:
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests with finish reason "abort"; unknown and finished ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with self._lock:
+        with self._changed:
             done = self._processor.abort(ids)
             self._post(done)
         if done.abort_ids:
@@ -238,7 +239,7 @@ class LLM:
         ids = [str(next(self._request_numbers)) for _ in prompts]
         requests: list[EngineRequest] = []
         try:
-            with self._lock:
+            with self._changed:
                 for request_id, prompt, each, priority in zip(ids, prompts, params, priorities, strict=True):
                     requests += self._processor.add_request(
                         request_id, prompt.text, prompt.token_ids, each, priority=priority
@@ -246,7 +247,7 @@ class LLM:
                     self._mailboxes[request_id] = mailbox
             self.client.submit(requests)
         except RequestError:
-            with self._lock:
+            with self._changed:
                 self._processor.withdraw(ids)
                 self._forget(ids)
             raise
@@ -259,15 +260,29 @@ class LLM:
         """Return the next output of a call, taking outputs off the engine while there is none."""
         self._drop_abandoned()
         while True:
-            with self._pump_lock:
-                if mailbox:
-                    return mailbox.popleft()
-                outputs = self.client.poll(_POLL_SECONDS) or self._poll_again(mailbox)
-                with stage(stages.PROCESS_OUTPUTS), self._lock:
-                    done = self._processor.process(outputs)
-                    self._post(done)
-                if done.abort_ids:
-                    self.client.abort(done.abort_ids)
+            is_mine = False
+            try:
+                with self._changed:
+                    while not mailbox and self._is_pumping:
+                        self._changed.wait()
+                    if mailbox:
+                        return mailbox.popleft()
+                    self._is_pumping = is_mine = True
+                self._pump(mailbox)
+            finally:
+                if is_mine:
+                    with self._changed:
+                        self._is_pumping = False
+                        self._changed.notify_all()
+
+    def _pump(self, mailbox: deque[RequestOutput]) -> None:
+        """Take the engine's next outputs and sort them into the mailboxes of all calls."""
+        outputs = self.client.poll(_POLL_SECONDS) or self._poll_again(mailbox)
+        with stage(stages.PROCESS_OUTPUTS), self._changed:
+            done = self._processor.process(outputs)
+            self._post(done)
+        if done.abort_ids:
+            self.client.abort(done.abort_ids)
 
     def _poll_again(self, mailbox: deque[RequestOutput]) -> list[EngineOutput]:
         """After an empty poll: make sure that the engine has work, so that nobody waits for ever."""
@@ -290,6 +305,7 @@ class LLM:
                 mailbox.append(output)
             if output.finished:
                 self._mailboxes.pop(output.request_id, None)
+        self._changed.notify_all()
 
     def _drop(self, request_ids: list[str]) -> None:
         """Abort requests nobody waits for any more, whatever state the engine is in."""
@@ -297,7 +313,7 @@ class LLM:
             self.abort(request_ids)
         except EngineDeadError:
             pass  # nothing is left to abort; the caller already gets the engine's own error
-        with self._lock:
+        with self._changed:
             self._forget(request_ids)
 
     def _forget(self, request_ids: list[str]) -> None:

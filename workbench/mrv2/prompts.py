@@ -29,6 +29,8 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 @dataclass(slots=True)
 class ParsedPrompt:
+    """A prompt in the one form that the engine takes."""
+
     # None when only ids were given
     text: str | None
     token_ids: list[int]

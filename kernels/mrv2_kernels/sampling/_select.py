@@ -19,7 +19,7 @@ def lane_maxima(row_ptr, vocab, lanes_ptr, BLOCK: tl.constexpr):
     acc: tl.constexpr = lanes_ptr.dtype.element_ty
     lane_max = tl.full([BLOCK], float("-inf"), acc)
     lane = tl.arange(0, BLOCK)
-    for base in tl.range(0, vocab, BLOCK, num_stages=4):
+    for base in range(0, vocab, BLOCK):
         logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(acc)
         lane_max = tl.maximum(lane_max, logits, propagate_nan=tl.PropagateNan.ALL)
     tl.store(lanes_ptr + lane, lane_max)
@@ -64,7 +64,7 @@ def collect(row_ptr, vocab, top, floor, reference, values_ptr, ids_ptr, WITH_IDS
     num_reached = tl.zeros([BLOCK], tl.int32)
     found_mass = tl.zeros([BLOCK], acc)
     row_mass = tl.zeros([BLOCK], acc)
-    for base in tl.range(0, vocab, BLOCK, num_stages=4):
+    for base in range(0, vocab, BLOCK):
         token = base + lane
         logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(acc)
         mass = tl.exp(logits - top)
@@ -73,11 +73,13 @@ def collect(row_ptr, vocab, top, floor, reference, values_ptr, ids_ptr, WITH_IDS
         found_mass += tl.where(is_found, mass, 0.0)
         if WITH_IDS:
             num_reached += ((logits >= reference) & (token < vocab)).to(tl.int32)
-        place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
-        tl.store(values_ptr + place, logits, mask=is_found & (place < BLOCK))
-        if WITH_IDS:
-            tl.store(ids_ptr + place, token.to(acc), mask=is_found & (place < BLOCK))
-        num_found += tl.sum(is_found.to(tl.int32), axis=0)
+        count = tl.sum(is_found.to(tl.int32), axis=0)
+        if (count > 0) & (num_found + count <= BLOCK):
+            place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
+            tl.store(values_ptr + place, logits, mask=is_found)
+            if WITH_IDS:
+                tl.store(ids_ptr + place, token.to(acc), mask=is_found)
+        num_found += count
     tl.debug_barrier()
     return num_found, tl.sum(found_mass, axis=0), tl.sum(row_mass, axis=0), tl.sum(num_reached, axis=0)
 
@@ -88,12 +90,14 @@ def _collect_window(row_ptr, vocab, low, high, values_ptr, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     num_found = 0
     tl.debug_barrier()
-    for base in tl.range(0, vocab, BLOCK, num_stages=4):
+    for base in range(0, vocab, BLOCK):
         logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(acc)
         is_found = (logits >= low) & (logits <= high)
-        place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
-        tl.store(values_ptr + place, logits, mask=is_found & (place < BLOCK))
-        num_found += tl.sum(is_found.to(tl.int32), axis=0)
+        count = tl.sum(is_found.to(tl.int32), axis=0)
+        if count > 0:
+            place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
+            tl.store(values_ptr + place, logits, mask=is_found)
+        num_found += count
     tl.debug_barrier()
     return num_found
 
@@ -110,7 +114,7 @@ def _narrow(
     top,
     target,
     limit,
-    USE_MASS: tl.constexpr,
+    by_mass,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -129,7 +133,7 @@ def _narrow(
         counts = tl.zeros([BLOCK], tl.int32)
         above = tl.full([BLOCK], float("inf"), ACC)
         below = tl.full([BLOCK], float("-inf"), ACC)
-        for base in tl.range(0, length, BLOCK, num_stages=4):
+        for base in range(0, length, BLOCK):
             logits = tl.load(ptr + base + lane, mask=base + lane < length, other=float("-inf")).to(ACC)
             is_above = logits >= middle
             counts += is_above.to(tl.int32)
@@ -138,7 +142,7 @@ def _narrow(
             below = tl.maximum(below, tl.where(is_above, float("-inf"), logits))
         count = outer_num + tl.sum(counts, axis=0)
         mass = outer_mass + tl.sum(masses, axis=0)
-        if (mass if USE_MASS else count) >= target:
+        if tl.where(by_mass, mass, count.to(ACC)) >= target:
             low = tl.min(above, axis=0)
             num_from_low = count
         else:
@@ -149,23 +153,20 @@ def _narrow(
 
 
 @triton.jit
-def locate(ptr, length, scratch_ptr, low, num_from_low, top, target, USE_MASS: tl.constexpr, BLOCK: tl.constexpr):
+def locate(row_ptr, vocab, scratch_ptr, low, num_from_low, top, target, by_mass, BLOCK: tl.constexpr):
     """Return the largest value v in [low, top] with ``weight(x >= v) >= target``.
 
-    The weight of a logit is 1, or its mass ``exp(x - top)`` with USE_MASS.  `num_from_low` is the
-    number of logits at or above `low`, or 2^30 if it is not known.  Returns v, the mass and the number
-    of the logits above v, and the number of its ties (at least that many if `num_from_low` was not
-    known).  A `length` above BLOCK makes use of the scratch memory, which `ptr` must not point into.
+    The weight of a logit is 1, or its mass ``exp(x - top)`` with `by_mass`.  `num_from_low` is the number
+    of logits at or above `low`.  Returns v, mass and number of the logits above v, and its ties.
     """
     acc: tl.constexpr = scratch_ptr.dtype.element_ty
     no_mass = tl.zeros([], acc)
     none = tl.zeros([], tl.int32)
-    limit = tl.where(length > BLOCK, BLOCK, 0)
     low, high, num_from_low, mass_above, num_above = _narrow(
-        ptr, length, low, top, none + num_from_low, no_mass, none, top, target, limit, USE_MASS, acc, BLOCK
+        row_ptr, vocab, low, top, none + num_from_low, no_mass, none, top, target, BLOCK, by_mass, acc, BLOCK
     )
     if low < high:
-        num_inside = _collect_window(ptr, length, low, high, scratch_ptr, BLOCK)
+        num_inside = _collect_window(row_ptr, vocab, low, high, scratch_ptr, BLOCK)
         low, high, num_from_low, mass_above, num_above = _narrow(
             scratch_ptr,
             num_inside,
@@ -177,7 +178,7 @@ def locate(ptr, length, scratch_ptr, low, num_from_low, top, target, USE_MASS: t
             top,
             target,
             0,
-            USE_MASS,
+            by_mass,
             acc,
             BLOCK,
         )

@@ -25,7 +25,7 @@ def _next_best(row_ptr, vocab, last_value, last_id, ACC: tl.constexpr, BLOCK: tl
     lane = tl.arange(0, BLOCK)
     values = tl.full([BLOCK], float("-inf"), ACC)
     ids = tl.full([BLOCK], absent, tl.int32)
-    for base in tl.range(0, vocab, BLOCK, num_stages=4):
+    for base in range(0, vocab, BLOCK):
         token = base + lane
         logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(ACC)
         follows = (logits < last_value) | ((logits == last_value) & (token > last_id))

@@ -23,17 +23,18 @@ def _min_p_kernel(logits_ptr, logits_stride, logit_slots_ptr, min_p_ptr, vocab, 
     if min_p > 0.0:
         row_ptr = logits_ptr + row * logits_stride
         lane_max = tl.full([BLOCK], float("-inf"), ACC)
-        for base in tl.range(0, vocab, BLOCK, num_stages=4):
+        for base in range(0, vocab, BLOCK):
             token = base + tl.arange(0, BLOCK)
             logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(ACC)
             lane_max = tl.maximum(lane_max, logits, propagate_nan=tl.PropagateNan.ALL)
         has_nan = tl.max((lane_max != lane_max).to(tl.int32), axis=0) > 0
         if not has_nan:
             threshold = tl.max(lane_max, axis=0) + tl.log(min_p.to(ACC))
-            for base in tl.range(0, vocab, BLOCK, num_stages=4):
+            for base in range(0, vocab, BLOCK):
                 token = base + tl.arange(0, BLOCK)
-                logits = tl.load(row_ptr + token, mask=token < vocab, other=float("inf")).to(ACC)
-                tl.store(row_ptr + token, float("-inf"), mask=logits < threshold)
+                logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(ACC)
+                # whole vectors are stored, kept logits too: single words would cost four times the stores
+                tl.store(row_ptr + token, tl.where(logits < threshold, float("-inf"), logits), mask=token < vocab)
 
 
 def apply_min_p_triton(

@@ -51,29 +51,32 @@ def _few_threshold(values_ptr, num_values, top, row_mass, top_k, top_p, SIZE: tl
 
 
 @triton.jit
-def _threshold(ptr, length, scratch_ptr, floor, num_from_floor, top, row_mass, top_k, top_p, BLOCK: tl.constexpr):
-    """Return the smallest kept logit, how many of its ties are kept, and how many there are."""
+def _threshold(row_ptr, vocab, scratch_ptr, floor, num_from_floor, top, row_mass, top_k, top_p, BLOCK: tl.constexpr):
+    """Return the smallest kept logit, how many of its ties are kept, and how many there are.
+
+    The answer is known not to lie below `floor`, which `num_from_floor` logits reach.
+    """
     acc: tl.constexpr = scratch_ptr.dtype.element_ty
     value = floor
+    quota = tl.full([], 1 << 30, tl.int32)
+    num_ties = tl.zeros([], tl.int32)
     kept_mass = row_mass
-    quota = 1 << 30
-    num_ties = 0
-    if top_k > 0:
-        value, mass, num_above, num_ties = locate(
-            ptr, length, scratch_ptr, floor, num_from_floor, top, top_k, False, BLOCK
-        )
-        quota = top_k - num_above
-        kept_mass = mass + quota.to(acc) * tl.exp(value - top)
-        num_from_floor = num_above + num_ties
-    if top_p < 1.0:
-        target = top_p.to(acc) * kept_mass
-        border, mass, num_above, num_ties = locate(
-            ptr, length, scratch_ptr, value, num_from_floor, top, target, True, BLOCK
-        )
-        need = tl.ceil((target - mass) / tl.exp(border - top))
-        need = tl.maximum(tl.minimum(need, 1073741824.0), 1.0).to(tl.int32)
-        quota = tl.where(border == value, tl.minimum(quota, need), need)
-        value = border
+    for stage in range(2):
+        # one loop for top-k, then top-p, so that the search is compiled once
+        by_mass = stage == 1
+        is_on = tl.where(by_mass, top_p < 1.0, top_k > 0)
+        if is_on:
+            target = tl.where(by_mass, top_p.to(acc) * kept_mass, top_k.to(acc))
+            border, mass, num_above, num_ties = locate(
+                row_ptr, vocab, scratch_ptr, value, num_from_floor, top, target, by_mass, BLOCK
+            )
+            share = tl.maximum(tl.exp(border - top), 1e-30)
+            need = tl.maximum(tl.minimum(tl.ceil((target - mass) / share), 1073741824.0), 1.0).to(tl.int32)
+            need = tl.where(by_mass, need, top_k - num_above)
+            quota = tl.where(border == value, tl.minimum(quota, need), need)
+            value = border
+            kept_mass = mass + quota.to(acc) * tl.exp(value - top)
+            num_from_floor = num_above + num_ties
     return value, quota, num_ties
 
 
@@ -108,31 +111,23 @@ def _top_k_top_p_kernel(
             is_enough = tl.where(top_k > 0, reaching >= top_k, found_mass >= top_p.to(acc) * row_mass)
             if (num_found <= FEW) & is_enough:
                 value, quota, num_ties = _few_threshold(values_ptr, num_found, top, row_mass, top_k, top_p, FEW)
-            elif (num_found <= BLOCK) & is_enough:
-                # short enough for `locate` to leave the scratch memory alone
-                value, quota, num_ties = _threshold(
-                    values_ptr, num_found, values_ptr, floor, num_found, top, row_mass, top_k, top_p, BLOCK
-                )
             else:
-                # below this distance exp() is 0, so that no mass is lost
-                reach: tl.constexpr = 750.0 if acc == tl.float64 else 105.0
-                lowest = top - reach
-                num_finite = 1 << 30
-                if top_k > 0:
-                    lowest, num_finite = _lowest_finite(row_ptr, vocab, top, acc, BLOCK)
-                    top_k = tl.where(num_finite > top_k, top_k, 0)
+                if not is_enough:
+                    floor, num_found = _lowest(row_ptr, vocab, top, acc, BLOCK)
+                    top_k = tl.where(num_found > top_k, top_k, 0)
                 value, quota, num_ties = _threshold(
-                    row_ptr, vocab, values_ptr, lowest, num_finite, top, row_mass, top_k, top_p, BLOCK
+                    row_ptr, vocab, values_ptr, floor, num_found, top, row_mass, top_k, top_p, BLOCK
                 )
             _mask_row(row_ptr, vocab, value, quota, num_ties, acc, BLOCK)
 
 
 @triton.jit
-def _lowest_finite(row_ptr, vocab, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def _lowest(row_ptr, vocab, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the lowest finite logit of a row and the number of finite ones."""
     lane = tl.arange(0, BLOCK)
     lowest = tl.zeros([BLOCK], ACC) + top
     count = tl.zeros([BLOCK], tl.int32)
-    for base in tl.range(0, vocab, BLOCK, num_stages=4):
+    for base in range(0, vocab, BLOCK):
         logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(ACC)
         is_finite = logits > float("-inf")
         lowest = tl.minimum(lowest, tl.where(is_finite, logits, top))
@@ -143,20 +138,19 @@ def _lowest_finite(row_ptr, vocab, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _mask_row(row_ptr, vocab, value, quota, num_ties, ACC: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
-    if quota >= num_ties:
-        for base in tl.range(0, vocab, BLOCK, num_stages=4):
-            ptrs = row_ptr + base + lane
-            logits = tl.load(ptrs, mask=base + lane < vocab, other=float("inf")).to(ACC)
-            tl.store(ptrs, float("-inf"), mask=logits < value)
-    else:
-        num_seen = 0
-        for base in tl.range(0, vocab, BLOCK, num_stages=4):
-            ptrs = row_ptr + base + lane
-            logits = tl.load(ptrs, mask=base + lane < vocab, other=float("inf")).to(ACC)
+    num_seen = 0
+    for base in range(0, vocab, BLOCK):
+        ptrs = row_ptr + base + lane
+        mask = base + lane < vocab
+        logits = tl.load(ptrs, mask=mask, other=float("-inf")).to(ACC)
+        is_kept = logits >= value
+        if quota < num_ties:
             is_tie = logits == value
             rank = num_seen + tl.cumsum(is_tie.to(tl.int32), axis=0)
-            tl.store(ptrs, float("-inf"), mask=(logits < value) | (is_tie & (rank > quota)))
+            is_kept = is_kept & ((rank <= quota) | (logits > value))
             num_seen += tl.sum(is_tie.to(tl.int32), axis=0)
+        # whole vectors are stored, kept logits too: single words would cost four times the stores
+        tl.store(ptrs, tl.where(is_kept, logits, float("-inf")), mask=mask)
 
 
 def apply_top_k_top_p_triton(
@@ -186,7 +180,7 @@ def apply_top_k_top_p_triton(
         top_p,
         scratch,
         vocab,
-        FEW=_FEW,
+        FEW=min(_FEW, _BLOCK),
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
     )

@@ -12,6 +12,7 @@ from itertools import product
 from statistics import median
 from typing import Any
 
+from mrv2.bench.agreement import Difference, find_differences
 from mrv2.bench.serving import ServedRun, StepProfile, profile, serve
 from mrv2.bench.workloads import Workload
 from mrv2.config import Knobs
@@ -19,8 +20,8 @@ from mrv2.engine.core import EngineCore
 from mrv2.errors import ConfigError
 
 Axes = Mapping[str, Sequence[Any]]
-# output tokens of a warm-up request where nothing is compiled at run time
-_SHORT_WARM_UP = 4
+# output tokens of a warm-up request without graphs
+_SHORT_WARM_UP = 8
 
 
 @dataclass(frozen=True)
@@ -161,16 +162,17 @@ def measure(
 ) -> list[VariantResult]:
     """Serve `workload` under every variant: warm-up, interleaved repetitions, then a recorded pass.
 
-    On CUDA the warm-up is the whole workload, so that no kernel compiles while the clock runs; on the
-    host, which compiles nothing, it is the same requests with a few output tokens.
+    With graphs the warm-up is the whole workload, so that no kernel compiles while the clock runs;
+    elsewhere it is the same requests with a few output tokens.
     """
     if repetitions < 1:
         raise ConfigError(f"repetitions={repetitions} must be at least 1")
     results = [VariantResult(variant) for variant in variants]
-    warm_up = workload if core.device.type == "cuda" else workload.shortened(_SHORT_WARM_UP)
     for result in results:
         progress(f"{workload.name}: warm-up, {result.variant.label}")
         core.set_knobs(**result.variant.knobs.as_dict())
+        has_graphs = core.device.type == "cuda" and core.knobs.cuda_graphs == "model"
+        warm_up = workload if has_graphs else workload.shortened(_SHORT_WARM_UP)
         serve(core, warm_up.engine_requests())
     for repetition in range(repetitions):
         for result in results if repetition % 2 == 0 else reversed(results):
@@ -188,3 +190,18 @@ def measure(
 def same_tokens(results: Sequence[VariantResult]) -> bool:
     """Return whether every run of every variant generated the same tokens."""
     return len({run.digest for result in results for run in result.runs}) == 1
+
+
+def disagreements(
+    core: EngineCore, workload: Workload, results: Sequence[VariantResult]
+) -> list[tuple[str, Difference]]:
+    """Return (label, difference) for each request of a run that parts from the very first run's tokens."""
+    first, judged, found = results[0].runs[0], set[str](), []
+    judged.add(first.digest)
+    for result in results:
+        for run in result.runs:
+            if run.digest not in judged:
+                judged.add(run.digest)
+                differences = find_differences(core, workload.engine_requests(), first.tokens, run.tokens)
+                found += [(result.variant.label, difference) for difference in differences]
+    return found

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mrv2.bench.agreement import Difference
 from mrv2.bench.bandwidth import DeviceLimits
 from mrv2.bench.environment import environment
 from mrv2.bench.harness import Axes, VariantResult, compare, same_tokens
@@ -32,6 +33,8 @@ class WorkloadResult:
     card: CostCard
     results: list[VariantResult]
     axes: Axes
+    # (setting, difference) against the first setting; empty = the same tokens everywhere
+    differences: list[tuple[str, Difference]]
 
     def as_dict(self, limits: DeviceLimits) -> dict[str, Any]:
         """Return it as plain values."""
@@ -47,8 +50,19 @@ class WorkloadResult:
             "temperature": workload.temperature,
             "roofline": self.card.as_dict(limits.bandwidth, limits.peak_flops),
             "same_tokens": same_tokens(self.results),
+            "differences": self._differences(),
             "variants": [result.as_dict(bound) for result in self.results],
             "comparisons": [asdict(each) for each in compare(self.results, self.axes)],
+        }
+
+    def _differences(self) -> dict[str, Any] | None:
+        if not self.differences:
+            return None
+        worst = max(self.differences, key=lambda found: (not found[1].is_tie, abs(found[1].margin or 0.0)))
+        return {
+            "num_requests": len(self.differences),
+            "num_ties": sum(difference.is_tie for _, difference in self.differences),
+            "worst": f"{worst[0]}, {worst[1].describe()}",
         }
 
 

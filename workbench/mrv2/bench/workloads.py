@@ -144,7 +144,7 @@ def make_workload(name: str, *, vocab_size: int, scale: int = 1) -> Workload:
         BenchRequest(r.prompt_token_ids[: max(1, r.input_len // scale)], max(1, r.output_len // scale))
         for r in requests[: max(1, len(requests) // scale)]
     ]
-    description = f"{len(kept)} requests: {recipe.description}; counts and lengths divided by {scale}"
+    description = f"{recipe.description}; counts and lengths divided by {scale}"
     return Workload(f"{name}/{scale}", description, tuple(kept), recipe.temperature, scale)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrv2.commands.arguments import add_engine_flags, add_knob_flags, add_model_flag, given_options, parse_knob_values
+from mrv2.commands.loading import note_loading
 from mrv2.commands.printing import note
 from mrv2.errors import ConfigError
 
@@ -55,7 +56,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; return 0, also when settings differ in their tokens (the output says so)."""
+    """Measure and print; return 1 if the settings' tokens differ by more than ties."""
     from mrv2.bench.workloads import NAMES, describe
 
     if args.list:
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
     record_path = Path(args.record) if args.record else None
     if record_path is not None and record_path.is_dir():
         raise ConfigError(f"--record {record_path}: is a folder; give a file name")
+    if record_path is not None:
+        # a folder that cannot be made should not cost a measurement
+        record_path.parent.mkdir(parents=True, exist_ok=True)
     options = given_options(args)
 
     from mrv2.bench.record import headline, write_record
@@ -86,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         write_record(record, record_path)
         print(f"\nrecord: {record_path}")
     print(json.dumps(headline(record)))
-    return 0
+    found = [each["differences"] for each in record["workloads"] if each["differences"] is not None]
+    return int(any(each["num_ties"] < each["num_requests"] for each in found))
 
 
 def varied_knobs(args: argparse.Namespace, device_type: str) -> dict[str, list[Any]]:
@@ -113,7 +118,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Measure the device, load the engine, serve every workload; return the record."""
     from mrv2.bench.bandwidth import measure_limits
-    from mrv2.bench.harness import make_variants, measure
+    from mrv2.bench.harness import disagreements, make_variants, measure
     from mrv2.bench.record import WorkloadResult, cost_card, make_record
     from mrv2.bench.workloads import make_workload
     from mrv2.engine.core import EngineCore
@@ -131,24 +136,20 @@ def _measure(
         note(f"left out: {text}")
     note("measuring the device's bandwidth")
     limits = measure_limits(device, found.config.resolve_dtype(config.dtype))
-    note(f"loading {model}")
+    note_loading(model)
     core = EngineCore(config, device)
-    results = [
-        WorkloadResult(
+    results = []
+    for workload in workloads:
+        measured = measure(
+            core,
             workload,
-            cost_card(core, workload),
-            measure(
-                core,
-                workload,
-                variants,
-                repetitions=args.repetitions,
-                record_stages=not args.no_recording,
-                progress=note,
-            ),
-            axes,
+            variants,
+            repetitions=args.repetitions,
+            record_stages=not args.no_recording,
+            progress=note,
         )
-        for workload in workloads
-    ]
+        differences = disagreements(core, workload, measured)
+        results.append(WorkloadResult(workload, cost_card(core, workload), measured, axes, differences))
     return make_record(core, limits, results)
 
 

@@ -68,12 +68,22 @@ def _workload(workload: dict[str, Any], *, with_stages: bool) -> str:
         "",
         text_table(_HEADER, [_row(variant) for variant in variants]),
         "",
-        f"same tokens in every setting: {'yes' if workload['same_tokens'] else 'NO'}",
+        _agreement(workload),
         *(_comparison(each) for each in workload["comparisons"]),
     ]
     if with_stages:
         lines += ["", *(_stages(variant) for variant in variants if variant["profile"])]
     return "\n".join(lines)
+
+
+def _agreement(workload: dict[str, Any]) -> str:
+    differences = workload["differences"]
+    if differences is None:
+        return "same tokens in every setting: yes"
+    return (
+        f"same tokens in every setting: no, {differences['num_requests']} request(s) differ from the first setting, "
+        f"{differences['num_ties']} of them in a tie; worst: {differences['worst']}"
+    )
 
 
 def _row(variant: dict[str, Any]) -> tuple[str, ...]:

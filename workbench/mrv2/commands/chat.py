@@ -17,7 +17,7 @@ from mrv2.commands.arguments import (
     parse_knob,
 )
 from mrv2.commands.generate import DEFAULT_MODEL, sampling_params
-from mrv2.commands.printing import note
+from mrv2.commands.loading import note_loading
 from mrv2.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     from mrv2.llm import LLM
 
-    note(f"loading {args.model}")
+    note_loading(args.model)
     with LLM(args.model, **options) as llm:
         llm.get_tokenizer()
         session = ChatSession(llm, sampling_params(llm, args), system=args.system)

@@ -6,9 +6,10 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mrv2.commands.arguments import add_engine_flags, add_knob_flags, add_model_flag, given_options
+from mrv2.commands.arguments import add_engine_flags, add_knob_flags, add_model_flag, flag, given_options
 from mrv2.commands.demo_prompts import DEMO_CONVERSATIONS
 from mrv2.commands.generate import DEFAULT_MODEL
+from mrv2.commands.loading import note_loading
 from mrv2.commands.printing import note, number, percent, text_table
 from mrv2.errors import ConfigError
 
@@ -48,6 +49,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="N",
         help=f"tokens of an answer at most (default: {DEFAULT_MAX_TOKENS})",
     )
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=2,
+        metavar="N",
+        help="runs a setting, the fastest is shown (default: 2)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 = greedy (the default)")
     parser.add_argument("--random-prompts", action="store_true", help="random token ids instead of the questions")
     add_engine_flags(parser)
@@ -65,9 +73,10 @@ class _Measured:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, serve four times, print; return 1 if the tokens differ and no tie explains it."""
-    if args.requests < 1 or args.max_tokens < 1:
-        raise ConfigError(f"--requests {args.requests} and --max-tokens {args.max_tokens} must be at least 1")
+    """Load, serve under each setting, print; return 1 if the tokens differ and no tie explains it."""
+    for name in ("requests", "max_tokens", "repetitions"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"{flag(name)} {getattr(args, name)} must be at least 1")
 
     from mrv2.bench.agreement import find_differences
     from mrv2.bench.harness import make_variants
@@ -78,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from mrv2_models.registry import resolve_model
 
     options = given_options(args)
-    note(f"loading {args.model}")
+    note_loading(args.model)
     device = make_device(options.pop("device", "auto"))
     try:
         found = resolve_model(args.model)
@@ -100,9 +109,11 @@ def run(args: argparse.Namespace) -> int:
         for variant in variants:
             note(f"warm-up: {variant.label}")
             _serve(core, variant, _short(requests) if device.type == "host" else requests)
-        measured = [_measure(core, variant, requests) for variant in variants]
+        # there and back again, so that a drift of the machine hits all alike
+        passes = [variants if n % 2 == 0 else variants[::-1] for n in range(args.repetitions)]
+        measured = [_measure(core, variant, requests) for each in passes for variant in each]
         print(_texts(measured[0].run, tokenizer))
-        print(_table(measured))
+        print(_table([_fastest(measured, variant) for variant in variants]))
         differences = [
             (each, difference)
             for each in measured[1:]
@@ -170,6 +181,11 @@ def _measure(core: EngineCore, variant: Variant, requests: list[EngineRequest]) 
     return _Measured(variant, run or served, recorded)
 
 
+def _fastest(measured: list[_Measured], variant: Variant) -> _Measured:
+    """Return the run of a variant that the rest of the machine disturbed least."""
+    return max((each for each in measured if each.variant is variant), key=lambda each: each.run.tokens_per_second)
+
+
 def _texts(run: ServedRun, tokenizer: Tokenizer | None) -> str:
     lines = []
     for req_id, ids in run.tokens.items():
@@ -210,7 +226,7 @@ def _verdict(first: _Measured, differences: list[tuple[_Measured, Difference]]) 
         return 0
     all_ties = all(difference.is_tie for _, difference in differences)
     shown = next(((e, d) for e, d in differences if not d.is_tie), differences[0])
-    print(f"\nidentical tokens: no, {len(differences)} request(s) differ from {first.variant.label}")
+    print(f"\nidentical tokens: no, {len(differences)} answer(s) differ from the first run's ({first.variant.label})")
     print(f"{shown[0].variant.label}, {shown[1].describe()}")
     if all_ties:
         print("every difference is a tie: the two likeliest tokens are closer than the arithmetic resolves")

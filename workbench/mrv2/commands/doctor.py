@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mrv2.commands.loading import is_fetched
+
 Status = Literal["OK", "missing", "note"]
 MIN_PYTHON = (3, 11)
 
@@ -163,9 +165,9 @@ def _instruments() -> list[Finding]:
 
 
 def _models() -> list[Finding]:
-    from mrv2_models.smollm2 import MODEL_NAME, cache_dir
+    from mrv2_models.smollm2 import MODEL_NAME
 
-    here = any(cache_dir().glob(f"{MODEL_NAME}-*/provenance.json"))
+    here = is_fetched()
     text = "in the cache" if here else "not fetched yet: the first use downloads about 93 MB"
     return [Finding("OK" if here else "note", MODEL_NAME, text)]
 

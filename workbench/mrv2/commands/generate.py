@@ -16,7 +16,7 @@ from mrv2.commands.arguments import (
     given_options,
     sampling_options,
 )
-from mrv2.commands.printing import note
+from mrv2.commands.loading import note_loading
 from mrv2.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     from mrv2.llm import LLM
 
-    note(f"loading {args.model}")
+    note_loading(args.model)
     with LLM(args.model, **options) as llm:
         params = sampling_params(llm, args)
         show_progress = sys.stderr.isatty() and len(prompts) > 1

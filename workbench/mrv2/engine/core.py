@@ -120,9 +120,9 @@ class EngineCore:
         """
         knobs = self.knobs.with_changes(**changes)
         self.drain()
+        self.executor.set_knobs(knobs)
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
-        self.executor.set_knobs(knobs)
         self.knobs = knobs
         return knobs
 
@@ -184,6 +184,7 @@ class EngineCore:
 
     def _settle_oldest(self) -> list[EngineOutput]:
         pending = self._in_flight.popleft()
+        set_step(pending.step)
         with stage(stages.WAIT_OUTPUT, pending.step):
             output = pending.get()
         with stage(stages.UPDATE_FROM_OUTPUT, pending.step):
@@ -231,7 +232,7 @@ class EngineCore:
         if self.device.type != "cuda":
             return
         self._serve_dummies()
-        self.executor.warm_up()
+        self.executor.capture_graphs()
         self.kv.pool.forget_all()
         self._num_admitted = 0
 

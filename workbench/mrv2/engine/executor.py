@@ -39,7 +39,7 @@ class Executor(Protocol):
 
     def set_knobs(self, knobs: Knobs) -> None: ...
 
-    def warm_up(self) -> None: ...
+    def capture_graphs(self) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -107,15 +107,16 @@ class UniProcExecutor:
 
     def set_knobs(self, knobs: Knobs) -> None:
         """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows."""
-        self.knobs = self.resources.knobs = knobs
         runner = self._runner(knobs.runner)
+        self.knobs = self.resources.knobs = knobs
+        self.capture_graphs()
         if runner is not self.runner:
             self.runner.reset()
             self.runner = runner
 
-    def warm_up(self) -> None:
-        """Capture the graphs (CUDA only); kernels are compiled by the steps that the engine runs first."""
-        if self.device.type == "cuda":
+    def capture_graphs(self) -> None:
+        """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary (CUDA only)."""
+        if self.device.type == "cuda" and self.knobs.cuda_graphs == "model" and not self.forward.graphs:
             self._make_inert()
             self.forward.capture(self.device.main, self.knobs)
             self.device.synchronize("graph capture")

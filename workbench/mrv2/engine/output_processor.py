@@ -56,10 +56,10 @@ class _Request:
     sequences: list[_Sequence] = field(default_factory=list)
     num_running: int = 0
     num_cached_tokens: int = 0
+    final_only: bool = False
 
-    @property
-    def final_only(self) -> bool:
-        return self.params.output_kind is RequestOutputKind.FINAL_ONLY
+    def __post_init__(self) -> None:
+        self.final_only = self.params.output_kind is RequestOutputKind.FINAL_ONLY
 
 
 class OutputProcessor:

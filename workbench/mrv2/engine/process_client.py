@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
 from mrv2.config import EngineConfig
-from mrv2.engine.client import Mailbox, RemoteClient
+from mrv2.engine.remote_client import Mailbox, RemoteClient
 from mrv2.engine.service import Command, CoreFactory, EngineMessage, Failure, make_core, run_engine
 
 _EXIT_SECONDS = 10.0

@@ -12,6 +12,8 @@ from mrv2.runner.protocol import RowSampling
 
 
 class RequestStatus(enum.Enum):
+    """Where a request is: a preempted one waits again."""
+
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"

@@ -43,6 +43,8 @@ class StepRecord:
 
 @dataclass(slots=True)
 class SchedulerStats:
+    """Counters since the engine was loaded."""
+
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
     num_stale_delivered: int = 0

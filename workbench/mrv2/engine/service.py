@@ -93,13 +93,14 @@ class EngineService:
         if self._recorder is not None:
             # device stages that still run have no end yet: let the steps in flight drain
             self.core.set_knobs()
+            self.core.device.synchronize("end of recording")
             self._recorder.stop(self.core.device)
             spans = self._recorder.spans()
             self._recorder = None
         if on:
-            self._recorder = Recorder()
-            self._recorder.start(self.core.device)
-            return []
+            recorder = Recorder()
+            recorder.start(self.core.device)
+            self._recorder = recorder
         return spans
 
     def shutdown(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from mrv2.device import Event, Stream
 from mrv2.instrument import stages
-from mrv2.runner.async_output import OutputSlots, PendingLogprobs, PinnedOutput
+from mrv2.runner.async_output import LogprobSlots, OutputSlots, PendingLogprobs, PinnedOutput
 from mrv2.runner.protocol import AsyncOutput, LogprobRows, SchedulerOutput, StepOutput
 from mrv2.runner.v1.cached_request import PLACEHOLDER, CachedRequestState
 from mrv2.runner.v1.input_batch import InputBatch
@@ -34,8 +34,6 @@ class SampledStep(NamedTuple):
     sampled: torch.Tensor
     # [B, 1 + k] int64, [B, 1 + k] float32, [B] int64; () = not wanted
     logprobs: tuple[torch.Tensor, ...]
-    # pinned destinations of `logprobs`
-    pinned_logprobs: tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -72,25 +70,30 @@ class Bookkeeper:
         requests: dict[str, CachedRequestState],
         batch: InputBatch,
         slots: OutputSlots,
+        logprob_slots: LogprobSlots,
         main: Stream,
         transfer_event: Event,
     ) -> None:
         self.requests = requests
         self.batch = batch
         self.slots = slots
+        self.logprob_slots = logprob_slots
         self.main = main
         self.transfer_event = transfer_event
 
     def settle(self, step: SampledStep) -> AsyncOutput:
-        """Sync mode: copy the tokens to the host, wait, and write them to every list."""
+        """Sync mode: copy the tokens to the host, wait, and write them to every list.
+
+        The host waits at once, so the copy stays on the main stream whatever the knob `output_copy` says.
+        """
         slot = self.slots.take()
-        self._copy_out(step, slot, self.main)
+        pending = self._copy_out(step, slot, self.main)
         self.transfer_event.record(self.main)
         self.transfer_event.synchronize(TO_LIST_WAIT)
         # [B, 1]
         sampled = slot[: len(step.req_ids)].numpy().copy()
         self.slots.give_back(slot)
-        logprobs = PendingLogprobs(*step.pinned_logprobs).rows() if step.logprobs else None
+        logprobs = pending.rows() if pending is not None else None
         token_lists: list[list[int]] = sampled.tolist()
         for row in np.flatnonzero(step.discard).tolist():
             token_lists[row].clear()
@@ -113,7 +116,7 @@ class Bookkeeper:
         if stream is not self.main:
             stream.wait_event(self.main.record_event())
         slot = self.slots.take()
-        self._copy_out(step, slot, stream)
+        logprobs = self._copy_out(step, slot, stream)
         pending = PinnedOutput(
             step=step.scheduled.step,
             req_ids=step.req_ids,
@@ -122,15 +125,28 @@ class Bookkeeper:
             slot=slot,
             slots=self.slots,
             keep_alive=(step.sampled, *step.logprobs),
-            logprobs=PendingLogprobs(*step.pinned_logprobs) if step.logprobs else None,
+            logprobs=logprobs,
             on_ready=lambda sampled: self._fill_in(expected, sampled),
         )
         return LateOutput(pending.step, pending, step)
 
-    def _copy_out(self, step: SampledStep, slot: torch.Tensor, stream: Stream) -> None:
-        stream.copy(stages.OUTPUT_COPY, slot[: len(step.req_ids)], step.sampled)
-        for target, source in zip(step.pinned_logprobs, step.logprobs, strict=True):
+    def _copy_out(
+        self,
+        step: SampledStep,
+        # [R, 1] int64, pinned
+        slot: torch.Tensor,
+        stream: Stream,
+    ) -> PendingLogprobs | None:
+        """Submit the copies of the tokens and, if wanted, of the log-probabilities."""
+        num_reqs = len(step.req_ids)
+        stream.copy(stages.OUTPUT_COPY, slot[:num_reqs], step.sampled)
+        if not step.logprobs:
+            return None
+        pending = self.logprob_slots.take(num_reqs, step.logprobs[0].shape[1])
+        targets = (pending.token_ids, pending.logprobs, pending.ranks)
+        for target, source in zip(targets, step.logprobs, strict=True):
             stream.copy(stages.OUTPUT_COPY, target, source)
+        return pending
 
     def _append(self, row: int, req_id: str, tokens: list[int]) -> None:
         batch = self.batch

@@ -18,7 +18,7 @@ import torch
 
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
-from mrv2.runner.async_output import OutputSlots
+from mrv2.runner.async_output import LogprobSlots, OutputSlots
 from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.protocol import AsyncOutput, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
@@ -29,6 +29,7 @@ from mrv2.runner.v1.prepare import InputPreparer, PreparedStep, SampledOnDevice
 from mrv2.runner.v1.sampler import sample
 from mrv2.runner.v1.sampling_metadata import SamplingMetadata
 from mrv2.runner.v1.update_states import update_states
+from mrv2.sampling_params import MAX_LOGPROBS
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.model_state import ModelState
 
@@ -83,7 +84,13 @@ class ModelRunnerV1:
         )
         self.preparer = InputPreparer(r, self.batch, self.main)
         slots = OutputSlots(r.device, count=self.max_queue_depth, max_num_seqs=r.max_num_seqs)
-        self.bookkeeper = Bookkeeper(self.requests, self.batch, slots, self.main, r.device.event())
+        logprob_slots = LogprobSlots(
+            r.device,
+            count=self.max_queue_depth,
+            max_num_seqs=r.max_num_seqs,
+            max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
+        )
+        self.bookkeeper = Bookkeeper(self.requests, self.batch, slots, logprob_slots, self.main, r.device.event())
         # passed once the copies out of the shared pinned buffers have run
         self.prepare_inputs_event = r.device.event()
         self._stats = RunnerStats()
@@ -138,10 +145,10 @@ class ModelRunnerV1:
         with stage(stages.V1_SAMPLE, scheduled.step):
             # a fresh tensor a step: the copy stream, and the next step, still read it
             sampled = self.device.empty((num_reqs, 1), torch.int64)
-            on_device, on_host = self._logprob_tensors(num_reqs, metadata.max_num_logprobs)
-            self.main.run(stages.SAMPLE, _sample, holder, metadata, sampled, on_device)
+            logprobs = self._logprob_tensors(num_reqs, metadata.max_num_logprobs)
+            self.main.run(stages.SAMPLE, _sample, holder, metadata, sampled, logprobs)
         with stage(stages.V1_BOOKKEEP, scheduled.step):
-            done = SampledStep(scheduled, req_ids, prepared.discard, sampled, on_device, on_host)
+            done = SampledStep(scheduled, req_ids, prepared.discard, sampled, logprobs)
             if not knobs.async_scheduling:
                 self._previous = None
                 return self.bookkeeper.settle(done)
@@ -165,16 +172,13 @@ class ModelRunnerV1:
                 previous.rows.pop(req_id, None)
         return previous
 
-    def _logprob_tensors(
-        self, num_reqs: int, num_logprobs: int
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return device and pinned (ids [B, 1+k], logprobs [B, 1+k], ranks [B]); both empty if none are wanted."""
+    def _logprob_tensors(self, num_reqs: int, num_logprobs: int) -> tuple[torch.Tensor, ...]:
+        """Return device tensors ids [B, 1+k] int64, logprobs [B, 1+k] float32, ranks [B] int64; () for none."""
         if num_logprobs < 0:
-            return (), ()
+            return ()
         wide = (num_reqs, 1 + num_logprobs)
         shapes = ((wide, torch.int64), (wide, torch.float32), ((num_reqs,), torch.int64))
-        on_device = tuple(self.device.empty(shape, dtype) for shape, dtype in shapes)
-        return on_device, tuple(self.device.pinned(shape, dtype) for shape, dtype in shapes)
+        return tuple(self.device.empty(shape, dtype) for shape, dtype in shapes)
 
 
 # Device code: reads nothing but its arguments.

@@ -35,7 +35,7 @@ class UploadedBatch:
     run_contents: torch.Tensor
     num_runs: int
     max_run: int
-    # the pinned slot and its ring, for the release
+    # [capacity] int32: the pinned slot, and its ring, for the release
     slot: torch.Tensor
     ring: PinnedRing
 

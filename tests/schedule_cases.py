@@ -1,0 +1,186 @@
+"""A request's tokens do not depend on the schedule: neighbours, chunks, preemption, depth, runner, delays.
+
+Each seed draws one random point of the product of everything that may change the schedule, on a
+float64 model with poisoned memory, and compares every request with what it yields alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mrv2.config import Knobs
+from mrv2.device import make_device
+from mrv2.sampling_params import SamplingParams
+from serving import BLOCK_SIZE, MAX_MODEL_LEN, Collector, alone, make_core, random_prompt
+
+MODES = ("sync", "depth 1", "depth 2", "depth 3", "depth 4")
+# V1's pinned buffers are shared between steps: its depth is at most 2
+RUNNER_MODES = [("v2", mode) for mode in MODES] + [("v1", mode) for mode in MODES[:3]]
+# an exact number of blocks, one less, one more, and lengths around the chunk sizes
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 90)
+MAX_TOKENS = 18
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: tuple[int, ...]
+    temperature: float
+    seed: int
+    max_tokens: int
+    # index of the output token that is made a stop token, or None
+    stop_at: int | None
+    priority: int
+    arrives: int
+    aborted_at: int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the product."""
+
+    seed: int
+    axes: dict[str, Any]
+    requests: tuple[Request, ...]
+
+    def knobs(self) -> Knobs:
+        mode = self.axes["mode"]
+        return Knobs(
+            runner=self.axes["runner"],
+            async_scheduling=mode != "sync",
+            queue_depth=1 if mode == "sync" else int(mode[-1]),
+            output_copy=self.axes["output_copy"],
+            cuda_graphs=self.axes.get("cuda_graphs", "model"),
+        )
+
+
+def draw_case(seed: int) -> Case:
+    rng = np.random.default_rng(seed)
+
+    def pick(values: tuple[Any, ...]) -> Any:
+        return values[int(rng.integers(len(values)))]
+
+    runner, mode = RUNNER_MODES[seed // 9 % len(RUNNER_MODES)]
+    axes = {
+        "runner": runner,
+        "mode": mode,
+        # in turn, so that every value meets every other axis
+        "max_num_seqs": 1 + seed % 9,
+        "delays": pick((False, True)),
+        "prefix_caching": pick((False, True)),
+        "chunks": pick(("budget only", "small", "whole prompts")),
+        "pool": pick(("ample", "tight")),
+        "policy": pick(("fcfs", "priority")),
+        "aborts": pick((False, True)),
+        "switches": pick((False, True)),
+        "shared_prefixes": pick((False, True)),
+        "output_copy": pick(("side_stream", "main_stream")),
+    }
+    requests = []
+    for _ in range(int(rng.integers(2, 9))):
+        family = int(rng.integers(3)) if axes["shared_prefixes"] else int(rng.integers(1000, 1040))
+        requests.append(
+            Request(
+                prompt=tuple(random_prompt(family, 90)[: pick(LENGTHS)]),
+                temperature=pick((0.0, 0.7, 1.0)),
+                seed=int(rng.integers(4)),
+                max_tokens=int(rng.integers(1, MAX_TOKENS + 1)),
+                stop_at=int(rng.integers(MAX_TOKENS)) if rng.random() < 0.3 else None,
+                priority=int(rng.integers(3)) if axes["policy"] == "priority" else 0,
+                arrives=int(rng.integers(12)),
+                aborted_at=int(rng.integers(30)) if axes["aborts"] and rng.random() < 0.4 else None,
+            )
+        )
+    return Case(seed, axes, tuple(requests))
+
+
+def expected_tokens(request: Request, options: tuple[tuple[str, Any], ...]) -> tuple[list[int], int | None]:
+    """Return what the request yields alone, and its stop token."""
+    full = alone(request.prompt, request.temperature, request.seed, MAX_TOKENS, options=options)
+    if request.stop_at is None:
+        return full[: request.max_tokens], None
+    stop = full[request.stop_at]
+    return full[: full.index(stop) + 1][: request.max_tokens], stop
+
+
+def random_switch(rng: np.random.Generator, runner_now: str) -> dict[str, Any]:
+    runner = ("v1", "v2")[int(rng.integers(2))]
+    depth = int(rng.integers(1, 5 if runner == "v2" else 3))
+    return {"runner": runner, "async_scheduling": bool(rng.integers(2)), "queue_depth": depth}
+
+
+def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
+    """Serve the case's requests and compare each with itself alone; `options` change the engine (device, dtype)."""
+    options = options or {}
+    rng = np.random.default_rng(case.seed + 10**6)
+    axes = case.axes
+    budget = {"budget only": 48, "small": 48, "whole prompts": MAX_MODEL_LEN}[axes["chunks"]]
+    blocks_of_one = -(-(90 + MAX_TOKENS) // BLOCK_SIZE)
+    delay = 0.001 if axes["delays"] else 0.0
+    device = make_device(options.get("device", "host"), poison=True, random_delay_s=delay, seed=case.seed)
+    core = make_core(
+        device,
+        max_num_seqs=axes["max_num_seqs"],
+        max_num_batched_tokens=max(budget, axes["max_num_seqs"]),
+        enable_chunked_prefill=axes["chunks"] != "whole prompts",
+        long_prefill_token_threshold=int(rng.integers(5, 40)) if axes["chunks"] == "small" else 0,
+        enable_prefix_caching=axes["prefix_caching"],
+        scheduling_policy=axes["policy"],
+        num_gpu_blocks=1 + (blocks_of_one + int(rng.integers(4)) if axes["pool"] == "tight" else 100),
+        knobs=case.knobs(),
+        **options,
+    )
+    collector = Collector(core)
+    expected = {}
+    try:
+        turn = 0
+        while turn < 30 or core.has_unfinished:
+            for index, request in enumerate(case.requests):
+                name = f"r{index}"
+                if request.arrives == turn:
+                    expected[name], stop = expected_tokens(request, tuple(options.items()))
+                    params = SamplingParams(
+                        temperature=request.temperature,
+                        seed=request.seed,
+                        max_tokens=request.max_tokens,
+                        stop_token_ids=[] if stop is None else [stop],
+                        ignore_eos=True,
+                    )
+                    collector.submit(name, list(request.prompt), params, priority=request.priority)
+                if request.aborted_at == turn:
+                    core.abort([name])
+            if axes["switches"] and rng.random() < 0.15:
+                core.set_knobs(**random_switch(rng, core.knobs.runner))
+            collector.step()
+            turn += 1
+            assert turn < 3000, f"not done after {turn} turns: {core.snapshot()}"
+        check_outputs(case, collector, expected)
+        core.scheduler.check()
+        assert core.snapshot().kv_blocks_used == 0, "blocks are held after the last request"
+        assert set(device.waits) <= {"output", "v1: to_list", "v1: prepare_inputs barrier", "graph capture"}, device.waits
+        check_wasted_steps(case, core.scheduler.stats.num_wasted_steps)
+    finally:
+        core.shutdown()
+
+
+def check_outputs(case: Case, collector: Collector, expected: dict[str, list[int]]) -> None:
+    for index, request in enumerate(case.requests):
+        served, want = collector.served[f"r{index}"], expected[f"r{index}"]
+        where = f"seed {case.seed}, request {index} ({request}), axes {case.axes}"
+        if served.finish_reason == "abort":
+            assert request.aborted_at is not None, where
+            assert served.token_ids == want[: len(served.token_ids)], where
+        else:
+            assert served.token_ids == want, where
+            assert served.finish_reason in ("stop", "length"), where
+
+
+def check_wasted_steps(case: Case, wasted: dict[str, int]) -> None:
+    """None for requests that end by length; at most depth - 1 for each that ends otherwise."""
+    assert wasted.get("length", 0) == 0, wasted
+    mode = case.axes["mode"]
+    most = 4 if case.axes["switches"] else (1 if mode == "sync" else int(mode[-1]))
+    stops = sum(r.stop_at is not None for r in case.requests)
+    assert wasted.get("stop", 0) <= stops * (most - 1), wasted

@@ -1,0 +1,41 @@
+"""Recordings of any origin as one `Trace`: read, analyse, assert, compare, export, scrub."""
+
+from mrv2.trace.table import (
+    Api,
+    CopyKind,
+    Coverage,
+    MemoryKind,
+    OpKind,
+    Ops,
+    Overhead,
+    PythonFrames,
+    RangeKind,
+    Ranges,
+    Syncs,
+    SyncType,
+    TableCoverage,
+    Trace,
+    TraceError,
+    WaitKind,
+    Waits,
+)
+
+__all__ = [
+    "Api",
+    "CopyKind",
+    "Coverage",
+    "MemoryKind",
+    "OpKind",
+    "Ops",
+    "Overhead",
+    "PythonFrames",
+    "RangeKind",
+    "Ranges",
+    "SyncType",
+    "Syncs",
+    "TableCoverage",
+    "Trace",
+    "TraceError",
+    "WaitKind",
+    "Waits",
+]
