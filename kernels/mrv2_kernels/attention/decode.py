@@ -21,7 +21,7 @@ from functools import cache
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._reference import attend_paged
 from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs
@@ -180,7 +180,7 @@ def decode_num_splits(batch: int, num_kv_heads: int, num_sms: int = 132) -> int:
 
 
 def _tile_shape(dtype: torch.dtype, group: int, block_d: int, num_programs: int) -> TileShape:
-    block_m = max(16, triton.next_power_of_2(group))
+    block_m = max(16, next_power_of_2(group))
     if dtype == torch.float32:
         return TileShape(block_m, block_n=32, num_warps=4, num_stages=1)
     if block_d > 128:
@@ -244,7 +244,7 @@ def paged_attention_decode_triton(
             torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device),
         )
     group = num_heads // num_kv_heads
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     shape = _tile_shape(q.dtype, group, block_d, batch * num_kv_heads * num_splits)
     _decode_kernel[(batch, num_kv_heads, num_splits)](
         q,
@@ -268,7 +268,7 @@ def paged_attention_decode_triton(
         BLOCK_D=block_d,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        BLOCK_SPLITS=next_power_of_2(num_splits),
         PRECISION="ieee",
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

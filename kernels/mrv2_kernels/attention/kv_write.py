@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 
@@ -57,7 +57,7 @@ def write_kv_triton(
         assert x.stride(2) == 1 and x.stride(1) == head_dim, f"{name} needs adjacent heads, got strides {x.stride()}"
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the KV caches must be contiguous"
     row = num_kv_heads * head_dim
-    block = triton.next_power_of_2(row)
+    block = next_power_of_2(row)
     _write_kv_kernel[(num_tokens,)](
         k,
         v,

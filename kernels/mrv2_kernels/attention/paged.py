@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._reference import attend_paged
 from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs
@@ -140,9 +140,9 @@ def _paged_attention_kernel(
 
 
 def _tile_shape(dtype: torch.dtype, group: int, max_query_len: int) -> TileShape:
-    smallest = max(16, triton.next_power_of_2(group))
+    smallest = max(16, next_power_of_2(group))
     largest = 32 if dtype == torch.float32 else 64
-    block_m = max(smallest, min(triton.next_power_of_2(max_query_len * group), largest))
+    block_m = max(smallest, min(next_power_of_2(max_query_len * group), largest))
     if dtype == torch.float32:
         return TileShape(block_m, block_n=32, num_warps=4, num_stages=1)
     return TileShape(block_m, block_n=64, num_warps=4, num_stages=2)
@@ -180,7 +180,7 @@ def paged_attention_triton(
         return
     group = num_heads // num_kv_heads
     shape = _tile_shape(q.dtype, group, max_query_len)
-    num_programs = triton.cdiv(num_tokens, shape.block_m // group) + num_requests
+    num_programs = cdiv(num_tokens, shape.block_m // group) + num_requests
     _paged_attention_kernel[(num_programs, num_kv_heads)](
         q,
         k_cache,
@@ -198,7 +198,7 @@ def paged_attention_triton(
         GROUP=group,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         PRECISION="ieee",

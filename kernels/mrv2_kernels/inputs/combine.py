@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _WARP = 32
@@ -92,7 +92,7 @@ def combine_sampled_and_draft_tokens_triton(
         cu_num_logits,
         num_reqs,
         logits_indices.shape[0],
-        BLOCK=max(_WARP, triton.next_power_of_2(draft_tokens.shape[1] + 1)),
+        BLOCK=max(_WARP, next_power_of_2(draft_tokens.shape[1] + 1)),
         num_warps=1,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _BLOCK = 128
@@ -56,7 +56,7 @@ def count_sampled_and_rejected_triton(
     num_reqs = idx_mapping.shape[0]
     if num_reqs == 0:
         return
-    _count_kernel[(triton.cdiv(num_reqs, _BLOCK),)](
+    _count_kernel[(cdiv(num_reqs, _BLOCK),)](
         num_sampled,
         num_rejected,
         idx_mapping,
@@ -175,7 +175,7 @@ def post_update_triton(
         sampled_tokens.stride(0),
         num_sampled,
         num_rejected,
-        BLOCK=max(_WARP, triton.next_power_of_2(sampled_tokens.shape[1])),
+        BLOCK=max(_WARP, next_power_of_2(sampled_tokens.shape[1])),
         num_warps=1,
     )
 

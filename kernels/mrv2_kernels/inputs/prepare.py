@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _BLOCK = 1024
@@ -64,7 +64,7 @@ def prepare_prefill_inputs_triton(
     num_reqs = idx_mapping.shape[0]
     if num_reqs == 0:
         return
-    _prefill_inputs_kernel[(num_reqs, max(1, triton.cdiv(max_query_len, _BLOCK)))](
+    _prefill_inputs_kernel[(num_reqs, max(1, cdiv(max_query_len, _BLOCK)))](
         input_ids,
         idx_mapping,
         query_start_loc,
@@ -154,7 +154,7 @@ def prepare_pos_seq_lens_triton(
     `max_query_len` (tokens) only sizes the grid.
     """
     num_reqs = idx_mapping.shape[0]
-    _pos_seq_lens_kernel[(num_reqs + 1, max(1, triton.cdiv(max_query_len, _BLOCK)))](
+    _pos_seq_lens_kernel[(num_reqs + 1, max(1, cdiv(max_query_len, _BLOCK)))](
         positions,
         seq_lens,
         idx_mapping,

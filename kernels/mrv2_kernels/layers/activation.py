@@ -6,7 +6,7 @@ import torch
 
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 BLOCK = 1024
@@ -34,7 +34,7 @@ def silu_and_mul_triton(
     intermediate_size = width // 2
     out = torch.empty((num_rows, intermediate_size), dtype=x.dtype, device=x.device)
     if num_rows > 0:
-        grid = (num_rows, triton.cdiv(intermediate_size, BLOCK))
+        grid = (num_rows, cdiv(intermediate_size, BLOCK))
         _silu_and_mul_kernel[grid](x, out, x.stride(0), intermediate_size, BLOCK=BLOCK, num_warps=4)
     return out
 

@@ -12,7 +12,7 @@ import torch
 
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 
@@ -64,7 +64,7 @@ def rms_norm_triton(
         return out if residual is None else (out, summed)
     source = x if residual is None else residual
     assert source.stride(1) == 1, f"rms_norm needs contiguous residual rows, got strides {source.stride()}"
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     _rms_norm_kernel[(num_rows,)](
         x,
         source,

@@ -16,7 +16,7 @@ import torch
 
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 # heads a program rotates; a tile of 8 x 64 pairs keeps two warps busy with 16-byte loads
@@ -94,8 +94,8 @@ def _launch(
     for name, x in (("q", q), ("k", k)):
         assert x.stride(2) == 1 and x.stride(1) == head_dim, f"{name} needs adjacent heads, got strides {x.stride()}"
     half = head_dim // 2
-    q_blocks = triton.cdiv(num_q_heads, HEADS_PER_PROGRAM)
-    k_blocks = triton.cdiv(num_k_heads, HEADS_PER_PROGRAM)
+    q_blocks = cdiv(num_q_heads, HEADS_PER_PROGRAM)
+    k_blocks = cdiv(num_k_heads, HEADS_PER_PROGRAM)
     _rotary_kernel[(num_tokens, q_blocks + k_blocks)](
         q,
         k,
@@ -108,7 +108,7 @@ def _launch(
         NUM_Q_HEADS=num_q_heads,
         NUM_K_HEADS=num_k_heads,
         HALF=half,
-        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_HALF=next_power_of_2(half),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         HAS_NORM=has_norm,
         EPS=eps,

@@ -52,54 +52,61 @@ def lane_floor(lanes_ptr, top, rank, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def collect(row_ptr, vocab, top, floor, reference, values_ptr, ids_ptr, WITH_IDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compact the logits at or above `floor`, in id order, into at most BLOCK entries of scratch.
+def collect(row_ptr, vocab, top, floor, reference, values_ptr, ids_ptr, BLOCK: tl.constexpr):
+    """Compact the logits at or above `floor`, and their ids, into at most BLOCK entries of scratch.
 
-    Returns their number (also if they do not fit), their mass, the row's mass (``sum(exp(x - top))``)
-    and the number of logits at or above `reference`.
+    They are ordered by lane, then id.  Returns their number (nothing is stored if they do not fit), their
+    mass, the row's mass (``sum(exp(x - top))``) and the number of logits at or above `reference`.
     """
     acc: tl.constexpr = values_ptr.dtype.element_ty
     lane = tl.arange(0, BLOCK)
-    num_found = 0
+    counts = tl.zeros([BLOCK], tl.int32)
     num_reached = tl.zeros([BLOCK], tl.int32)
     found_mass = tl.zeros([BLOCK], acc)
     row_mass = tl.zeros([BLOCK], acc)
     for base in range(0, vocab, BLOCK):
-        token = base + lane
-        logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(acc)
+        mask = base + lane < vocab
+        logits = tl.load(row_ptr + base + lane, mask=mask, other=float("-inf")).to(acc)
         mass = tl.exp(logits - top)
-        is_found = (logits >= floor) & (token < vocab)
+        is_found = (logits >= floor) & mask
+        counts += is_found.to(tl.int32)
         row_mass += mass
         found_mass += tl.where(is_found, mass, 0.0)
-        if WITH_IDS:
-            num_reached += ((logits >= reference) & (token < vocab)).to(tl.int32)
-        count = tl.sum(is_found.to(tl.int32), axis=0)
-        if (count > 0) & (num_found + count <= BLOCK):
-            place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
+        num_reached += ((logits >= reference) & mask).to(tl.int32)
+    num_found = tl.sum(counts, axis=0)
+    if num_found <= BLOCK:
+        # offsets of the lanes, once: no step of the sweep waits for other lanes
+        place = tl.cumsum(counts, axis=0) - counts
+        for base in range(0, vocab, BLOCK):
+            mask = base + lane < vocab
+            logits = tl.load(row_ptr + base + lane, mask=mask, other=float("-inf")).to(acc)
+            is_found = (logits >= floor) & mask
             tl.store(values_ptr + place, logits, mask=is_found)
-            if WITH_IDS:
-                tl.store(ids_ptr + place, token.to(acc), mask=is_found)
-        num_found += count
+            tl.store(ids_ptr + place, (base + lane).to(acc), mask=is_found)
+            place += is_found.to(tl.int32)
     tl.debug_barrier()
     return num_found, tl.sum(found_mass, axis=0), tl.sum(row_mass, axis=0), tl.sum(num_reached, axis=0)
 
 
 @triton.jit
 def _collect_window(row_ptr, vocab, low, high, values_ptr, BLOCK: tl.constexpr):
+    """Compact the logits in [low, high], known to fit into BLOCK entries; return their number."""
     acc: tl.constexpr = values_ptr.dtype.element_ty
     lane = tl.arange(0, BLOCK)
-    num_found = 0
+    counts = tl.zeros([BLOCK], tl.int32)
+    for base in range(0, vocab, BLOCK):
+        logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(acc)
+        counts += ((logits >= low) & (logits <= high)).to(tl.int32)
+    place = tl.cumsum(counts, axis=0) - counts
+    # a search before this one may still read the scratch memory
     tl.debug_barrier()
     for base in range(0, vocab, BLOCK):
         logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(acc)
         is_found = (logits >= low) & (logits <= high)
-        count = tl.sum(is_found.to(tl.int32), axis=0)
-        if count > 0:
-            place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
-            tl.store(values_ptr + place, logits, mask=is_found)
-        num_found += count
+        tl.store(values_ptr + place, logits, mask=is_found)
+        place += is_found.to(tl.int32)
     tl.debug_barrier()
-    return num_found
+    return tl.sum(counts, axis=0)
 
 
 @triton.jit

@@ -10,11 +10,11 @@ import torch
 
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.sampling.noise import exponential_fp32, exponential_fp64, gumbel_noise_torch
 
-_BLOCK = 2048
+_BLOCK = 1024
 # token ids travel through the partial results as float32, exactly
 _MAX_VOCAB = 1 << 24
 
@@ -100,7 +100,7 @@ def gumbel_sample_triton(
     num_rows, vocab = _check(logits)
     if num_rows == 0:
         return
-    num_blocks = triton.cdiv(vocab, _BLOCK)
+    num_blocks = cdiv(vocab, _BLOCK)
     partial = torch.empty(num_rows, 2, num_blocks, dtype=accumulator_dtype(logits.dtype), device=logits.device)
     _block_argmax_kernel[(num_rows, num_blocks)](
         partial,
@@ -115,7 +115,7 @@ def gumbel_sample_triton(
         BLOCK=_BLOCK,
     )
     _pick_block_kernel[(num_rows,)](
-        sampled, sampled.stride(0), partial, num_blocks, BLOCK=triton.next_power_of_2(num_blocks), num_warps=1
+        sampled, sampled.stride(0), partial, num_blocks, BLOCK=next_power_of_2(num_blocks), num_warps=1
     )
 
 
@@ -188,7 +188,7 @@ def aot_cases() -> list[AotCase]:
                 "partial_ptr": f"*{dtype}",
                 "num_blocks": "i32",
             },
-            constexprs={"BLOCK": 128},
+            constexprs={"BLOCK": 256},
             num_warps=1,
         )
         for dtype in ("fp32", "fp64")

@@ -70,7 +70,7 @@ def _topk_logprobs_kernel(
     else:
         floor, reaching = lane_floor(lanes_ptr, top, num_best, BLOCK)
         chosen = tl.load(row_ptr + sampled).to(acc)
-        num_found, _, row_mass, rank = collect(row_ptr, vocab, top, floor, chosen, values_ptr, tokens_ptr, True, BLOCK)
+        num_found, _, row_mass, rank = collect(row_ptr, vocab, top, floor, chosen, values_ptr, tokens_ptr, BLOCK)
         log_mass = tl.log(row_mass)
         tl.store(out_ranks_ptr + row, rank.to(tl.int64))
         tl.store(ids_ptr, sampled)
@@ -78,11 +78,13 @@ def _topk_logprobs_kernel(
         if (num_found <= BLOCK) & (reaching >= num_best):
             entry = tl.arange(0, BLOCK)
             values = tl.load(values_ptr + entry, mask=entry < num_found, other=float("-inf"))
+            tokens = tl.load(tokens_ptr + entry, mask=entry < num_found, other=float("inf"))
             for column in range(1, num_best + 1):
-                best, index = tl.max(values, axis=0, return_indices=True)
-                tl.store(ids_ptr + column, tl.load(tokens_ptr + index).to(tl.int64))
+                best = tl.max(values, axis=0)
+                token = tl.min(tl.where(values == best, tokens, float("inf")), axis=0)
+                tl.store(ids_ptr + column, token.to(tl.int64))
                 tl.store(logprobs_ptr + column, (best - top - log_mass).to(tl.float32))
-                values = tl.where(entry == index, float("-inf"), values)
+                values = tl.where(tokens == token, float("-inf"), values)
         else:
             best = tl.full([], float("inf"), acc)
             index = -1

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _BLOCK = 2048
@@ -58,6 +58,12 @@ def _hash(seed, position, token, DOMAIN: tl.constexpr):
 
 
 @triton.jit
+def _complement(r):
+    # ~r, whose -1 the interpreter of Triton 3.7 refuses for unsigned words
+    return r ^ 0xFFFFFFFF
+
+
+@triton.jit
 def _unit_fp32(r):
     high = (r >> 16).to(tl.float32) * 1.52587890625e-05
     return high + ((r & 0xFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -78,7 +84,7 @@ def exponential_fp32(seed, position, token):
     series = series * u + 0.3333333333333333
     series = series * u + 0.5
     series = series * u + 1.0
-    return tl.where(u < 0.25, series * u, -tl.log(_unit_fp32(~r)))
+    return tl.where(u < 0.25, series * u, -tl.log(_unit_fp32(_complement(r))))
 
 
 @triton.jit
@@ -97,7 +103,7 @@ def exponential_fp64(seed, position, token):
     y = 1.0 - u
     step = 1.0 - y
     small = tl.where(step > 0.0, -tl.log(y) * (u / tl.where(step > 0.0, step, 1.0)), u)
-    return tl.where(u < 0.25, small, -tl.log(_unit_fp64(~first, ~second)))
+    return tl.where(u < 0.25, small, -tl.log(_unit_fp64(_complement(first), _complement(second))))
 
 
 @triton.jit
@@ -125,9 +131,7 @@ def exponential_noise_triton(
     num_rows, vocab = _check(out)
     if num_rows == 0:
         return
-    _exponential_kernel[(num_rows, triton.cdiv(vocab, _BLOCK))](
-        out, out.stride(0), seeds, positions, vocab, BLOCK=_BLOCK
-    )
+    _exponential_kernel[(num_rows, cdiv(vocab, _BLOCK))](out, out.stride(0), seeds, positions, vocab, BLOCK=_BLOCK)
 
 
 def exponential_noise_torch(

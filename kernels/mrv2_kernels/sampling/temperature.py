@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _BLOCK = 4096
@@ -39,7 +39,7 @@ def apply_temperature_triton(
     num_rows, vocab = logits.shape
     if num_rows == 0:
         return
-    _temperature_kernel[(num_rows, triton.cdiv(vocab, _BLOCK))](
+    _temperature_kernel[(num_rows, cdiv(vocab, _BLOCK))](
         logits, logits.stride(0), logit_slots, temperature, vocab, BLOCK=_BLOCK
     )
 

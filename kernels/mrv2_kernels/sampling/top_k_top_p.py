@@ -25,18 +25,20 @@ _NUM_WARPS = 16
 
 
 @triton.jit
-def _few_threshold(values_ptr, num_values, top, row_mass, top_k, top_p, SIZE: tl.constexpr):
+def _few_threshold(values_ptr, ids_ptr, num_values, top, row_mass, top_k, top_p, SIZE: tl.constexpr):
     """Return what `_threshold` returns, for at most SIZE logits, by comparing each with each."""
     acc: tl.constexpr = values_ptr.dtype.element_ty
     place = tl.arange(0, SIZE)
     values = tl.load(values_ptr + place, mask=place < num_values, other=float("-inf"))
+    ids = tl.load(ids_ptr + place, mask=place < num_values, other=0.0)
     rank = tl.zeros([SIZE], tl.int32)
     mass_before = tl.zeros([SIZE], acc)
     for base in range(0, num_values, 32):
         other_place = base + tl.arange(0, 32)
         others = tl.load(values_ptr + other_place, mask=other_place < num_values, other=float("-inf"))
+        other_ids = tl.load(ids_ptr + other_place, mask=other_place < num_values, other=0.0)
         is_tie = others[None, :] == values[:, None]
-        precedes = (others[None, :] > values[:, None]) | (is_tie & (other_place[None, :] < place[:, None]))
+        precedes = (others[None, :] > values[:, None]) | (is_tie & (other_ids[None, :] < ids[:, None]))
         rank += tl.sum(precedes.to(tl.int32), axis=1)
         mass_before += tl.sum(tl.where(precedes, tl.exp(others - top)[None, :], 0.0), axis=1)
     is_kept = place < num_values
@@ -100,17 +102,18 @@ def _top_k_top_p_kernel(
     top_k = tl.where(top_k < vocab, tl.maximum(top_k, 0), 0)
     if (top_k > 0) | (top_p < 1.0):
         row_ptr = logits_ptr + row * logits_stride
-        lanes_ptr = scratch_ptr + row * 2 * BLOCK
+        lanes_ptr = scratch_ptr + row * 3 * BLOCK
         values_ptr = lanes_ptr + BLOCK
+        ids_ptr = values_ptr + BLOCK
         top, has_nan = lane_maxima(row_ptr, vocab, lanes_ptr, BLOCK)
         if (tl.abs(top) < float("inf")) & (has_nan == 0):
             floor, reaching = lane_floor(lanes_ptr, top, tl.where(top_k > 0, top_k, BLOCK // 4), BLOCK)
-            num_found, found_mass, row_mass, _ = collect(
-                row_ptr, vocab, top, floor, floor, values_ptr, values_ptr, False, BLOCK
-            )
+            num_found, found_mass, row_mass, _ = collect(row_ptr, vocab, top, floor, floor, values_ptr, ids_ptr, BLOCK)
             is_enough = tl.where(top_k > 0, reaching >= top_k, found_mass >= top_p.to(acc) * row_mass)
             if (num_found <= FEW) & is_enough:
-                value, quota, num_ties = _few_threshold(values_ptr, num_found, top, row_mass, top_k, top_p, FEW)
+                value, quota, num_ties = _few_threshold(
+                    values_ptr, ids_ptr, num_found, top, row_mass, top_k, top_p, FEW
+                )
             else:
                 if not is_enough:
                     floor, num_found = _lowest(row_ptr, vocab, top, acc, BLOCK)
@@ -171,7 +174,7 @@ def apply_top_k_top_p_triton(
     num_rows, vocab = logits.shape
     if num_rows == 0:
         return
-    scratch = torch.empty(num_rows, 2, _BLOCK, dtype=accumulator_dtype(logits.dtype), device=logits.device)
+    scratch = torch.empty(num_rows, 3, _BLOCK, dtype=accumulator_dtype(logits.dtype), device=logits.device)
     _top_k_top_p_kernel[(num_rows,)](
         logits,
         logits.stride(0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _BLOCK = 1024
@@ -58,7 +58,7 @@ def apply_staged_writes_triton(
         return
     _check(dst, contents)
     row_len = dst.shape[1] if dst.dim() == 2 else 1
-    _staged_write_kernel[(num_writes, max(1, triton.cdiv(max_len, _BLOCK)))](
+    _staged_write_kernel[(num_writes, max(1, cdiv(max_len, _BLOCK)))](
         dst, dst.stride(0), row_len, rows, starts, cu_lens, contents, BLOCK=_BLOCK
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.interrupt import InterruptAfter
 from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
-from mrv2.engine.service import CoreFactory, EngineInfo, EngineService, make_core
+from mrv2.engine.service import Core, CoreFactory, EngineInfo, EngineService, make_core
 from mrv2.errors import EngineDeadError
 from mrv2.instrument import Span
 
@@ -57,8 +57,11 @@ class EngineClient(ABC):
         """Return a consistent picture between two steps."""
 
     @abstractmethod
-    def record(self, on: bool) -> list[Span]:
-        """Start recording stages (returns nothing), or stop and return the recorded spans."""
+    def record(self, on: bool, steps: int | None = None) -> list[Span]:
+        """Start recording stages (returns nothing), or stop and return the recorded spans.
+
+        With `steps` the recording stops by itself after that many turns of the engine's loop.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -82,6 +85,11 @@ class InprocClient(EngineClient):
         # outputs of a step that an interrupt followed
         self._kept: list[EngineOutput] = []
         self._finalizer = weakref.finalize(self, self._service.shutdown)
+
+    @property
+    def core(self) -> Core:
+        """The engine core, for recorders that look inside this process."""
+        return self._service.core
 
     def submit(self, requests: list[EngineRequest]) -> None:
         self._call(self._service.submit, requests)
@@ -109,8 +117,8 @@ class InprocClient(EngineClient):
     def snapshot(self) -> EngineSnapshot:
         return self._call(self._service.snapshot)
 
-    def record(self, on: bool) -> list[Span]:
-        return self._call(self._service.record, on)
+    def record(self, on: bool, steps: int | None = None) -> list[Span]:
+        return self._call(self._service.record, on, steps)
 
     def close(self) -> None:
         with self._lock:

@@ -58,21 +58,23 @@ class KVCacheManager:
             self.pool.touch(group)
         request.block_ids = tuple(list(group) for group in hits)
         request.num_published_blocks = len(hits[0])
+        request.capacity = len(hits[0]) * self.block_size
         grown = self.grow(request, num_tokens)
         assert grown is not None, "admission was checked against the free blocks"
         return True
 
     def grow(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
         """Extend a request's blocks to hold `num_tokens` tokens; return the new ones, None if too few are free."""
-        missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
-        if missing <= 0:
+        if num_tokens <= request.capacity:
             return tuple([] for _ in range(self.num_groups))
+        missing = -(-(num_tokens - request.capacity) // self.block_size)
         if missing * self.num_groups > self.pool.num_free:
             return None
         added = tuple(self.pool.allocate(missing) for _ in range(self.num_groups))
         for mine, new in zip(request.block_ids, added, strict=True):
             mine.extend(new)
             self._fresh.extend(new)
+        request.capacity += missing * self.block_size
         return added
 
     def free(self, request: Request) -> None:
@@ -80,10 +82,11 @@ class KVCacheManager:
         for group in request.block_ids:
             self.pool.release(reversed(group))
         request.block_ids = ()
+        request.capacity = 0
 
     def publish(self, request: Request) -> None:
         """Make the full blocks findable whose tokens are known and whose steps have run."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or not request.block_ids:
             return
         num_full = min(request.num_confirmed, request.num_known) // self.block_size
         if num_full <= request.num_published_blocks:
@@ -104,8 +107,8 @@ class KVCacheManager:
         holders = list(holders)
         self.pool.check(block for r in holders for group in r.block_ids for block in group)
         for r in holders:
-            covered = len(r.block_ids[0]) * self.block_size
-            assert r.num_computed <= covered, f"{r.req_id}: {r.num_computed} tokens computed, blocks hold {covered}"
+            assert r.capacity == len(r.block_ids[0]) * self.block_size, f"{r.req_id}: capacity {r.capacity}"
+            assert r.num_computed <= r.capacity, f"{r.req_id}: {r.num_computed} tokens computed, room for {r.capacity}"
             assert len({len(group) for group in r.block_ids}) == 1, f"{r.req_id}: groups differ in length"
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:

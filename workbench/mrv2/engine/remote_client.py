@@ -125,8 +125,8 @@ class RemoteClient(EngineClient):
     def snapshot(self) -> EngineSnapshot:
         return self._call("snapshot")
 
-    def record(self, on: bool) -> list[Span]:
-        return self._call("record", on)
+    def record(self, on: bool, steps: int | None = None) -> list[Span]:
+        return self._call("record", on, steps)
 
     def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         number, future = self._mailbox.expect()

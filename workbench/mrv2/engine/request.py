@@ -58,9 +58,19 @@ class Request:
     block_ids: tuple[list[int], ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
+    # tokens that the blocks hold
+    capacity: int = 0
+
+    # derived, kept as plain numbers: the step loop reads them for every request
+    prompt_len: int = field(init=False)
+    num_known: int = field(init=False)
+    # known tokens at which the request ends by length
+    max_len: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.message.prompt_token_ids)
+        self.prompt_len = self.num_known = len(self.token_ids)
+        self.max_len = min(self.prompt_len + self.max_tokens, self.max_model_len)
 
     @property
     def req_id(self) -> str:
@@ -72,30 +82,22 @@ class Request:
         return (self.message.priority, self.arrival)
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.message.prompt_token_ids)
-
-    @property
-    def num_known(self) -> int:
-        return len(self.token_ids)
-
-    @property
     def num_outputs(self) -> int:
-        return len(self.token_ids) - len(self.message.prompt_token_ids)
+        return self.num_known - self.prompt_len
 
     @property
     def num_ahead(self) -> int:
         """Tokens known or in flight: what may be computed at most."""
-        return len(self.token_ids) + self.num_in_flight
+        return self.num_known + self.num_in_flight
 
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
-    @property
-    def sure_to_finish(self) -> bool:
-        """True if the tokens in flight already complete the request, whatever they are."""
-        return self.num_outputs + self.num_in_flight >= self.max_tokens or self.num_ahead >= self.max_model_len
+    def append(self, token: int) -> None:
+        """A token arrived from the device."""
+        self.token_ids.append(token)
+        self.num_known += 1
 
     def known_tokens(self) -> np.ndarray:
         """Return the known tokens. [num_known] int32"""

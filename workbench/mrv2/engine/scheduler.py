@@ -104,32 +104,32 @@ class Scheduler:
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
         budget = self.max_num_batched_tokens
-        preempted = False
+        preempted, num_preemptions = False, self.stats.num_preemptions
 
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             index += 1
-            num_tokens = min(request.num_ahead - request.num_computed, budget, self.max_chunk)
-            if num_tokens <= 0 or request.sure_to_finish:
+            num_ahead = request.num_known + request.num_in_flight
+            num_tokens = num_ahead - request.num_computed
+            # nothing left to compute, or what is in flight completes the request whatever it is
+            if num_tokens <= 0 or num_ahead >= request.max_len:
                 continue
-            added = self.kv.grow(request, request.num_computed + num_tokens)
-            while added is None:
-                victim = self.running[-1]
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, budget, self.max_chunk)
+            added = None
+            if request.num_computed + num_tokens > request.capacity:
+                added = self._grow_or_preempt(request, request.num_computed + num_tokens)
+                if added is None:
+                    preempted = True
                     break
-                added = self.kv.grow(request, request.num_computed + num_tokens)
-            if added is None:
-                break
             budget -= num_tokens
-            if request.has_row:
-                if added[0]:
-                    new_block_ids[request.req_id] = added
-            else:
+            if not request.has_row:
                 new_requests.append(self._new_row(request))
+            elif added is not None:
+                new_block_ids[request.req_id] = added
             entries.append(self._entry(request, num_tokens))
+        preempted = preempted or self.stats.num_preemptions > num_preemptions
 
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
             request = self.waiting[0]
@@ -152,23 +152,22 @@ class Scheduler:
         assert record.step == output.step, f"output of step {output.step} arrived for step {record.step}"
         sampled = output.sampled_token_ids[:, 0].tolist()
         results: list[EngineOutput] = []
+        block_size = self.kv.block_size
         for row, entry in enumerate(record.entries):
-            request = entry.request
-            if request.finished:
-                request.num_wasted_steps += 1
-                reason = request.finish_reason or "abort"
-                self.stats.num_wasted_steps[reason] = self.stats.num_wasted_steps.get(reason, 0) + 1
-                self.stats.num_discarded_tokens += entry.yields_token
+            request, yields_token = entry.request, entry.yields_token
+            if request.status is RequestStatus.FINISHED:
+                self._count_waste(request, yields_token)
                 continue
-            if entry.epoch == request.epoch:
+            current = entry.epoch == request.epoch
+            if current:
                 request.num_confirmed += entry.num_tokens
-                request.num_in_flight -= entry.yields_token
-            elif entry.yields_token:
+                request.num_in_flight -= yields_token
+            elif yields_token:
                 request.num_stale -= 1
                 self.stats.num_stale_delivered += 1
-            if entry.yields_token:
+            if yields_token:
                 results.append(self._deliver(request, sampled[row], output, row))
-            if not request.finished and entry.epoch == request.epoch:
+            if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
                 self.kv.publish(request)
         return results
 
@@ -203,6 +202,15 @@ class Scheduler:
             assert (r.status is RequestStatus.RUNNING) == (r in self.running), f"{r.req_id}: {r.status}, wrong queue"
             assert not (waiting and any(r.block_ids)), f"{r.req_id}: waits but holds blocks"
             assert not (waiting and r.has_row and r.req_id not in self._freed), f"{r.req_id}: waits but keeps a row"
+
+    def _grow_or_preempt(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
+        """Return new blocks for `request`, preempting the last in order of service; None if that is itself."""
+        while (added := self.kv.grow(request, num_tokens)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return added
 
     def _admit(self, request: Request, budget: int) -> int:
         """Move the head of the waiting queue to running; return the tokens scheduled, 0 if it must wait."""
@@ -276,7 +284,7 @@ class Scheduler:
             result.new_token_ids = []
             result.finish_reason, result.stop_reason = "error", "the logits of this request held NaN"
         else:
-            request.token_ids.append(token)
+            request.append(token)
             if output.logprobs is not None and request.sampling.num_logprobs >= 0:
                 width = 1 + request.sampling.num_logprobs
                 result.logprobs = [
@@ -288,11 +296,18 @@ class Scheduler:
                 ]
             if token in request.stop_ids:
                 result.finish_reason, result.stop_reason = "stop", token
-            elif request.num_outputs >= request.max_tokens or request.num_known >= request.max_model_len:
+            elif request.num_known >= request.max_len:
                 result.finish_reason = "length"
         if result.finish_reason is not None:
             self._finish(request, result.finish_reason)
         return result
+
+    def _count_waste(self, request: Request, yields_token: bool) -> None:
+        """A step of a request that has ended meanwhile: its output is dropped."""
+        request.num_wasted_steps += 1
+        reason = request.finish_reason or "abort"
+        self.stats.num_wasted_steps[reason] = self.stats.num_wasted_steps.get(reason, 0) + 1
+        self.stats.num_discarded_tokens += yields_token
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting

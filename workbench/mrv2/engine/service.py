@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.recording import StageRecording
 from mrv2.errors import MRV2Error
-from mrv2.instrument import Recorder, Span
+from mrv2.instrument import Span
 
 if TYPE_CHECKING:
     from mrv2.device.base import Device
@@ -65,7 +66,7 @@ class EngineService:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.info = EngineInfo(config=core.config, model_config=core.model_config, max_model_len=core.max_model_len)
-        self._recorder: Recorder | None = None
+        self._recording: StageRecording | None = None
 
     def submit(self, requests: list[EngineRequest]) -> None:
         """Admit all sequences or none; raises the `RequestError` of the first that is refused."""
@@ -87,27 +88,24 @@ class EngineService:
     def snapshot(self) -> EngineSnapshot:
         return self.core.snapshot()
 
-    def record(self, on: bool) -> list[Span]:
-        """Start recording, or stop and return the spans; starting twice begins anew."""
+    def record(self, on: bool, steps: int | None = None) -> list[Span]:
+        """Start recording, for `steps` turns at most, or stop and return the spans; starting twice begins anew."""
         spans: list[Span] = []
-        if self._recorder is not None:
-            # device stages that still run have no end yet: let the steps in flight drain
-            self.core.set_knobs()
-            self.core.device.synchronize("end of recording")
-            self._recorder.stop(self.core.device)
-            spans = self._recorder.spans()
-            self._recorder = None
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            recording.stop()
+            spans = recording.recorder.spans()
         if on:
-            recorder = Recorder()
-            recorder.start(self.core.device)
-            self._recorder = recorder
+            recording = StageRecording(self.core, steps)
+            recording.start()
+            self._recording = recording
         return spans
 
     def shutdown(self) -> None:
         """Stop a recording and the core."""
-        if self._recorder is not None:
-            self._recorder.stop(self.core.device)
-            self._recorder = None
+        if self._recording is not None:
+            self._recording.abandon()
+            self._recording = None
         self.core.shutdown()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ class NvtxSink:
 
     def __init__(self, domain: Any) -> None:
         self._domain = domain
+        self._push, self._pop = _range_calls(domain)
         self._categories = {kind: domain.get_category_id(text) for kind, text in CATEGORIES.items()}
         self._per_thread = _Attributes()
 
@@ -36,11 +38,21 @@ class NvtxSink:
                 message=name, color=_COLORS[kind], category=self._categories[kind]
             )
         attributes.payload = -1 if step is None else step
-        self._domain.push_range(attributes)
+        self._push(attributes)
 
     def pop(self) -> None:
         """Close the range opened last on this thread."""
-        self._domain.pop_range()
+        self._pop()
+
+
+def _range_calls(domain: Any) -> tuple[Callable[[Any], object], Callable[[], object]]:
+    """Return the calls that open and close a range in `domain`."""
+    if hasattr(domain, "push_range"):
+        return domain.push_range, domain.pop_range
+    # nvtx 0.2.11, the newest that nsys 2023 understands, keeps them outside of its domains
+    from nvtx import _lib as calls
+
+    return lambda attributes: calls.push_range(attributes, domain.handle), lambda: calls.pop_range(domain.handle)
 
 
 def make_sink(module: ModuleType | Any | None = None) -> NvtxSink | None:

@@ -28,6 +28,7 @@ from mrv2.runner.v2.sampler import Sampler, SamplingContext, SamplingPlan, gathe
 from mrv2.runner.v2.upload import StepUpload, UploadedBatch
 from mrv2.sampling_params import MAX_LOGPROBS
 from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
+from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.inputs.post_update import post_update
 from mrv2_kernels.inputs.prepare import prepare_pos_seq_lens, prepare_prefill_inputs
 from mrv2_kernels.state.block_table import compute_slot_mapping, gather_block_tables
@@ -173,6 +174,17 @@ class ModelRunnerV2:
         state = self.state
         if batch.num_runs:
             self.main.run(stages.STAGED_WRITES, self._apply_runs, state.arena.words, batch)
+        decode_only = forward_batch.uniform_decode and not has_prefill and len(forward_batch.block_tables) == 1
+        if decode_only:
+            self.main.run(
+                stages.PREPARE_INPUTS,
+                self._prepare_decode_inputs,
+                state,
+                self.model_state,
+                forward_batch,
+                self.resources.block_size,
+            )
+            return
         self.main.run(stages.GATHER_BLOCK_TABLES, self._gather_block_tables, state, forward_batch)
         self.main.run(
             stages.PREPARE_INPUTS,
@@ -282,6 +294,28 @@ class ModelRunnerV2:
                 batch.positions,
                 block_size=block_size,
             )
+        model_state.apply_staged_writes()
+        model_state.preprocess_state(batch)
+
+    @staticmethod
+    def _prepare_decode_inputs(
+        state: RequestState, model_state: ModelState, batch: ForwardBatch, block_size: int
+    ) -> None:
+        """One launch for what `_gather_block_tables` and `_prepare_inputs` do with four."""
+        arena = state.arena
+        prepare_decode_inputs(
+            batch.input_ids,
+            batch.positions,
+            batch.seq_lens,
+            batch.slot_mappings[0],
+            batch.block_tables[0],
+            batch.idx_mapping,
+            arena["num_computed_tokens"],
+            state.last_sampled_tokens,
+            arena["block_table_0"],
+            arena["num_blocks"],
+            block_size=block_size,
+        )
         model_state.apply_staged_writes()
         model_state.preprocess_state(batch)
 
