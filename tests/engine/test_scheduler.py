@@ -384,19 +384,19 @@ class TestBuckets:
         buckets = Buckets(rows, max_mixed=128, padded=True)
         capturable = set(buckets.capturable())
         for batch in range(1, rows + 1):
-            key = buckets.key(batch, batch, True)
+            key = buckets.key(batch, batch, 1)
             assert key in capturable and batch <= key.num_reqs <= rows
 
     def test_mixed_batches_up_to_the_limit_have_a_graph(self) -> None:
         buckets = Buckets(8, max_mixed=300, padded=True)
         capturable = set(buckets.capturable())
         for tokens in range(2, 301):
-            key = buckets.key(tokens, 2, False)
+            key = buckets.key(tokens, 2, 0)
             assert key in capturable and tokens <= key.num_tokens <= 300 and key.num_reqs == 8
-        assert buckets.key(301, 2, False).num_tokens == 301
+        assert buckets.key(301, 2, 0).num_tokens == 301
 
     def test_without_padding_shapes_are_exact(self) -> None:
-        key = Buckets(8, max_mixed=300, padded=False).key(13, 3, False)
+        key = Buckets(8, max_mixed=300, padded=False).key(13, 3, 0)
         assert (key.num_tokens, key.num_reqs) == (13, 3)
 
 

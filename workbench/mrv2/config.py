@@ -43,6 +43,19 @@ class Knobs:
         "Replay the forward pass as one CUDA graph per bucket; 'off' launches every kernel from Python.",
         "Off: the host lane's forward stage grows to the sum of its launches. No effect without CUDA.",
     )
+    spec_method: Literal["off", "ngram"] = _knob(
+        "off",
+        "T",
+        "Who drafts tokens for the target to verify: 'ngram' looks up what followed the request's own suffix.",
+        "The draft stage behind post_update, and how many steps a request needs.",
+    )
+    num_spec_tokens: int = _knob(
+        3,
+        "T",
+        "Drafts per request and step; at most max_num_spec_tokens, which is fixed at load.",
+        "A longer forward stage against fewer steps.",
+        tuple(range(9)),
+    )
     output_copy: Literal["side_stream", "main_stream"] = _knob(
         "side_stream",
         "T",
@@ -67,6 +80,17 @@ class Knobs:
                 f"runner='v1' supports queue_depth <= 2, not {self.queue_depth}: its pinned buffers are shared "
                 "between steps and guarded by one barrier event; set queue_depth=2 or runner='v2'"
             )
+
+        if self.runner == "v1" and self.spec_method != "off":
+            raise ConfigError(
+                f"runner='v1' does not speculate: spec_method={self.spec_method!r} needs runner='v2', "
+                "or set spec_method='off'"
+            )
+
+    @property
+    def drafting(self) -> bool:
+        """True if requests get drafts."""
+        return self.spec_method != "off" and self.num_spec_tokens > 0
 
     @property
     def depth(self) -> int:
@@ -119,6 +143,11 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     skip_tokenizer_init: bool = False
+    # most drafts a request may get in a step: 0 = the engine cannot speculate
+    max_num_spec_tokens: int = 0
+    # shortest and longest suffix that spec_method="ngram" looks for, in tokens
+    ngram_min: int = 2
+    ngram_max: int = 4
     # run Scheduler.check() after every step
     debug_checks: bool = False
     knobs: Knobs = field(default_factory=Knobs)
@@ -130,6 +159,13 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size={self.block_size} must be a power of two of at least 16")
+        if not 0 <= self.max_num_spec_tokens <= 8:
+            raise ConfigError(f"max_num_spec_tokens={self.max_num_spec_tokens} must be in 0..8")
+        if not 1 <= self.ngram_min <= self.ngram_max <= 16:
+            raise ConfigError(
+                f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must satisfy 1 <= min <= max <= 16"
+            )
+        self.check_knobs(self.knobs)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32", "float64"):
@@ -140,4 +176,12 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}: every running request needs one token a step"
+            )
+
+    def check_knobs(self, knobs: Knobs) -> None:
+        """Raise `ConfigError` if `knobs` ask for more than was loaded."""
+        if knobs.spec_method != "off" and knobs.num_spec_tokens > self.max_num_spec_tokens:
+            raise ConfigError(
+                f"spec_method={knobs.spec_method!r} with num_spec_tokens={knobs.num_spec_tokens}: the engine was "
+                f"loaded with max_num_spec_tokens={self.max_num_spec_tokens}; load it with more, or draft less"
             )

@@ -69,6 +69,38 @@ def _compilation_config(value: Any) -> str | None:
     return modes[name]
 
 
+# vLLM's keys of speculative_config -> our options
+_SPECULATIVE_KEYS = {
+    "method": ("spec_method",),
+    "num_speculative_tokens": ("num_spec_tokens", "max_num_spec_tokens"),
+    "prompt_lookup_min": ("ngram_min",),
+    "prompt_lookup_max": ("ngram_max",),
+}
+_SPECULATIVE_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram"}
+
+
+def _speculative_options(value: Any) -> dict[str, Any]:
+    """Return the options that a vLLM ``speculative_config`` stands for."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"speculative_config={value!r} must be a dict with keys {', '.join(_SPECULATIVE_KEYS)}")
+    options: dict[str, Any] = {}
+    for key, given in value.items():
+        if key not in _SPECULATIVE_KEYS:
+            raise ConfigError(
+                f"speculative_config key {key!r} is not supported{nearest(str(key), _SPECULATIVE_KEYS)}; "
+                f"legal are {', '.join(_SPECULATIVE_KEYS)}"
+            )
+        options |= dict.fromkeys(_SPECULATIVE_KEYS[key], given)
+    method = value.get("method")
+    if method not in _SPECULATIVE_METHODS:
+        raise ConfigError(
+            f"speculative_config method={method!r} is not supported; legal are {', '.join(_SPECULATIVE_METHODS)}"
+        )
+    if "num_speculative_tokens" not in value:
+        raise ConfigError("speculative_config needs num_speculative_tokens, the drafts of a request in a step")
+    return options | {"spec_method": _SPECULATIVE_METHODS[method]}
+
+
 _RENAMED = {
     "num_gpu_blocks_override": Option("num_gpu_blocks"),
     "enforce_eager": Option("knobs.cuda_graphs", _enforce_eager),
@@ -84,7 +116,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 # options of `LLM` itself, for suggestions
-LLM_OPTIONS = ("model", "engine", "tokenizer", "knobs")
+LLM_OPTIONS = ("model", "engine", "tokenizer", "knobs", "speculative_config")
 
 # vLLM's options with one setting here -> that setting and why there is no other
 FIXED: dict[str, tuple[Any, str]] = {
@@ -93,7 +125,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "data_parallel_size": (1, "the engine runs on one device"),
     "enable_expert_parallel": (False, "the engine runs on one device"),
     "distributed_executor_backend": (None, "the engine runs on one device"),
-    "speculative_config": (None, "speculative decoding is not supported yet"),
     "logits_processors": (None, "logits processors are not supported yet"),
     "structured_outputs_config": (None, "structured outputs are not supported yet"),
     "quantization": (None, "weights are used as they are, unquantised"),
@@ -125,6 +156,9 @@ def build_config(model: str, **options: Any) -> EngineConfig:
     knobs = options.pop("knobs", None)
     if knobs is not None and not isinstance(knobs, Knobs):
         raise ConfigError(f"knobs={knobs!r} must be a Knobs object; single knobs are options of their own")
+    speculative = options.pop("speculative_config", None)
+    if speculative is not None:
+        options = _speculative_options(speculative) | options
     values: dict[str, tuple[str, Any]] = {}
     for name, given in options.items():
         if name in FIXED:

@@ -2,7 +2,8 @@
 
 A request with m logits rows asks for them at its last m query positions.  Row 0 sits on the last
 sampled token, row j on draft j - 1.  A position inside the prefill keeps its prompt token, so that a
-chunk that crosses the end of the prompt, with drafts behind it, stays correct.
+chunk that crosses the end of the prompt, with drafts behind it, stays correct.  A missing draft (-1)
+becomes token 0, which the model can read and verification never accepts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def _combine_kernel(
         is_new = is_row & (position >= tl.load(prefill_len_ptr + slot))
         last = tl.load(last_sampled_tokens_ptr + slot * last_sampled_stride)
         draft = tl.load(draft_tokens_ptr + slot * draft_stride + j - 1, mask=is_new & (j > 0), other=0)
-        tl.store(input_ids_ptr + token, tl.where(j == 0, last, draft).to(tl.int32), mask=is_new)
+        ids = tl.maximum(tl.where(j == 0, last, draft), 0)
+        tl.store(input_ids_ptr + token, ids.to(tl.int32), mask=is_new)
 
 
 def combine_sampled_and_draft_tokens_triton(
@@ -130,7 +132,7 @@ def combine_sampled_and_draft_tokens_torch(
     position = seq_lens[:num_reqs].unsqueeze(1) - num_logits + j
     is_new = is_row & (position >= prefill_len[idx_mapping].unsqueeze(1))
     last = last_sampled_tokens[idx_mapping].reshape(num_reqs, 1)
-    ids = torch.cat([last, draft_tokens[idx_mapping]], dim=1)
+    ids = torch.cat([last, draft_tokens[idx_mapping]], dim=1).clamp(min=0)
     input_ids[token[is_new].long()] = ids[is_new].to(input_ids.dtype)
 
 

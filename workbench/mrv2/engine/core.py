@@ -59,6 +59,7 @@ class EngineCore:
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
+        self.scheduler.num_spec_tokens = self.knobs.num_spec_tokens if self.knobs.drafting else 0
         self._in_flight: deque[AsyncOutput] = deque()
         # outputs that arose outside `step`: aborts, drains
         self._ready: list[EngineOutput] = []
@@ -119,11 +120,13 @@ class EngineCore:
         Raises `ConfigError` for an unknown knob or an illegal value; then nothing has changed.
         """
         knobs = self.knobs.with_changes(**changes)
+        self.config.check_knobs(knobs)
         self.drain()
         self.executor.set_knobs(knobs)
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
         self.knobs = knobs
+        self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
         return knobs
 
     @torch.no_grad()

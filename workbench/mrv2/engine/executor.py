@@ -72,6 +72,7 @@ class UniProcExecutor:
             config.max_num_seqs,
             max_mixed=min(MAX_MIXED_GRAPH_TOKENS, config.max_num_batched_tokens),
             padded=self.device.type == "cuda",
+            max_uniform=1 + config.max_num_spec_tokens,
         )
         self.num_kv_blocks = config.num_gpu_blocks or self._blocks_that_fit()
         self.kv_caches = self._allocate_kv(self.num_kv_blocks)
@@ -91,6 +92,8 @@ class UniProcExecutor:
             num_groups=self.num_groups,
             vocab_size=self.vocab_size,
             max_queue_depth=MAX_QUEUE_DEPTH,
+            max_num_spec_tokens=config.max_num_spec_tokens,
+            ngram_lengths=(config.ngram_min, config.ngram_max),
             knobs=self.knobs,
         )
         self._runners: dict[str, Runner] = {}
@@ -116,7 +119,7 @@ class UniProcExecutor:
 
     def capture_graphs(self) -> None:
         """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary (CUDA only)."""
-        if self.device.type == "cuda" and self.knobs.cuda_graphs == "model" and not self.forward.graphs:
+        if self.device.type == "cuda" and self.forward.missing(self.knobs):
             self._make_inert()
             self.forward.capture(self.device.main, self.knobs)
             self.device.synchronize("graph capture")
@@ -135,7 +138,8 @@ class UniProcExecutor:
         return ForwardBuffers(
             self.device,
             max_num_seqs=config.max_num_seqs,
-            max_num_tokens=config.max_num_batched_tokens,
+            # a padded verification batch may exceed the budget
+            max_num_tokens=max(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.max_num_spec_tokens)),
             blocks_per_row=self.blocks_per_row,
             num_groups=self.num_groups,
             step_words=step_words_capacity(
@@ -143,6 +147,7 @@ class UniProcExecutor:
                 max_model_len=self.max_model_len,
                 blocks_per_row=self.blocks_per_row,
                 num_groups=self.num_groups,
+                max_num_spec_tokens=config.max_num_spec_tokens,
             ),
             hidden_size=self.model.config.hidden_size,
             dtype=self.model.dtype,
@@ -182,7 +187,7 @@ class UniProcExecutor:
         self._make_inert()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        key = forward.buckets.key(tokens, rows, False)
+        key = forward.buckets.key(tokens, rows, 0)
         batch = forward.make_batch(key, num_reqs=rows, max_query_len=tokens, knobs=self.knobs)
         forward.run(key, batch, self.device.main, self.knobs.with_changes(cuda_graphs="off", attention="triton"))
         # raw logits of every row, their float32 copy, and what top-k/top-p and logprobs keep beside it

@@ -26,9 +26,11 @@ class Request:
 
     ``known``    tokens that the host knows (prompt + delivered outputs)
     ``computed`` tokens whose KV is written once every launched step has run (optimistic)
-    A step that reaches ``known + num_in_flight`` yields one more token, which is then in flight
-    until its output arrives.  Preemption turns tokens in flight into stale ones: they are still
-    delivered, but touch none of the reset counters.
+    A step that reaches ``num_ahead`` yields at least one more token; it is in flight until its output
+    arrives.  With k drafts in the step it may yield up to 1 + k: `num_ahead` and `computed` count them
+    all at once (both are upper bounds then), and the output takes back the rejected ones from both.
+    Preemption turns steps in flight into stale ones: their tokens are still delivered, but touch none
+    of the reset counters.
     """
 
     # filled at admission
@@ -45,7 +47,9 @@ class Request:
     num_computed: int = 0
     # computed tokens of the steps whose output has arrived
     num_confirmed: int = 0
+    # steps in flight that yield, and the drafts among their tokens
     num_in_flight: int = 0
+    num_drafts_in_flight: int = 0
     num_stale: int = 0
     # counts preemptions; a step of an older epoch is stale
     epoch: int = 0
@@ -87,8 +91,8 @@ class Request:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens known or in flight: what may be computed at most."""
-        return self.num_known + self.num_in_flight
+        """Tokens known or in flight, every draft accepted: what may be computed at most."""
+        return self.num_known + self.num_in_flight + self.num_drafts_in_flight
 
     @property
     def finished(self) -> bool:
@@ -104,9 +108,9 @@ class Request:
         return np.array(self.token_ids, dtype=np.int32)
 
     def reset_progress(self) -> None:
-        """Preemption: forget what was computed; tokens in flight become stale."""
+        """Preemption: forget what was computed; steps in flight become stale."""
         self.num_stale += self.num_in_flight
-        self.num_in_flight = 0
+        self.num_in_flight = self.num_drafts_in_flight = 0
         self.num_computed = self.num_confirmed = 0
         self.num_published_blocks = 0
         self.epoch += 1

@@ -6,6 +6,9 @@ launched step will yield are counted as in flight, and both are settled when the
     schedule(n)   computed += scheduled tokens;  in_flight += 1 if the step yields a token
     output(n)     confirmed += scheduled tokens; in_flight -= 1; the token becomes known
     preempt       computed = 0; in flight -> stale (delivered later, settled against nothing)
+
+With k drafts a step schedules 1 + k tokens and yields s of 1 .. 1 + k.  Until its output arrives all
+1 + k count as computed and as ahead; then the 1 + k - s rejected ones leave both.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class ScheduledEntry:
     epoch: int
     num_tokens: int
     yields_token: bool
+    num_drafts: int = 0
 
 
 @dataclass(slots=True)
@@ -47,6 +51,9 @@ class SchedulerStats:
 
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
+    # by draft position: proposed to the target, and accepted by it
+    num_drafted: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
     num_stale_delivered: int = 0
     # steps launched for a request after the one that ended it, by finish reason
     num_wasted_steps: dict[str, int] = field(default_factory=dict)
@@ -74,6 +81,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[StepRecord] = deque()
+        # drafts that each decoding request gets in a step
+        self.num_spec_tokens = 0
         self.stats = SchedulerStats()
         self.step = 0
         self._freed: list[str] = []
@@ -110,13 +119,21 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             index += 1
-            num_ahead = request.num_known + request.num_in_flight
-            num_tokens = num_ahead - request.num_computed
+            num_tokens = request.num_ahead - request.num_computed
             # nothing left to compute, or what is in flight completes the request whatever it is
-            if num_tokens <= 0 or num_ahead >= request.max_len:
+            if num_tokens <= 0 or request.num_known + request.num_in_flight >= request.max_len:
                 continue
+            num_drafts = 0
             if num_tokens > 1:
                 num_tokens = min(num_tokens, budget, self.max_chunk)
+            else:
+                # drafts that may have been accepted fill the request: what it needs next is known later
+                if request.num_computed + 1 >= request.max_len and request.num_drafts_in_flight:
+                    continue
+                if self.num_spec_tokens and request.num_computed >= request.prompt_len:
+                    room = min(request.max_len - 1 - request.num_computed, budget) - 1
+                    num_drafts = max(0, min(self.num_spec_tokens, room))
+                    num_tokens += num_drafts
             added = None
             if request.num_computed + num_tokens > request.capacity:
                 added = self._grow_or_preempt(request, request.num_computed + num_tokens)
@@ -128,7 +145,7 @@ class Scheduler:
                 new_requests.append(self._new_row(request))
             elif added is not None:
                 new_block_ids[request.req_id] = added
-            entries.append(self._entry(request, num_tokens))
+            entries.append(self._entry(request, num_tokens, num_drafts))
         preempted = preempted or self.stats.num_preemptions > num_preemptions
 
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
@@ -150,13 +167,13 @@ class Scheduler:
         """Settle the oldest step in flight with its output; return what to tell the front end."""
         record = self.in_flight.popleft()
         assert record.step == output.step, f"output of step {output.step} arrived for step {record.step}"
-        sampled = output.sampled_token_ids[:, 0].tolist()
+        sampled, num_sampled = output.sampled_token_ids.tolist(), output.num_sampled.tolist()
         results: list[EngineOutput] = []
         block_size = self.kv.block_size
         for row, entry in enumerate(record.entries):
             request, yields_token = entry.request, entry.yields_token
             if request.status is RequestStatus.FINISHED:
-                self._count_waste(request, yields_token)
+                self._count_waste(request, num_sampled[row])
                 continue
             current = entry.epoch == request.epoch
             if current:
@@ -164,9 +181,11 @@ class Scheduler:
                 request.num_in_flight -= yields_token
             elif yields_token:
                 request.num_stale -= 1
-                self.stats.num_stale_delivered += 1
+                self.stats.num_stale_delivered += num_sampled[row]
+            if entry.num_drafts:
+                self._settle_drafts(request, entry, num_sampled[row], current)
             if yields_token:
-                results.append(self._deliver(request, sampled[row], output, row))
+                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row))
             if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
                 self.kv.publish(request)
         return results
@@ -190,8 +209,9 @@ class Scheduler:
             mine = flying.get(id(r), [])
             current = [e for e in mine if e.epoch == r.epoch]
             stale = [e for e in mine if e.epoch != r.epoch]
-            assert r.num_in_flight == sum(e.yields_token for e in current), f"{r.req_id}: tokens in flight"
-            assert r.num_stale == sum(e.yields_token for e in stale), f"{r.req_id}: stale tokens"
+            assert r.num_in_flight == sum(e.yields_token for e in current), f"{r.req_id}: steps in flight"
+            assert r.num_drafts_in_flight == sum(e.num_drafts for e in current), f"{r.req_id}: drafts in flight"
+            assert r.num_stale == sum(e.yields_token for e in stale), f"{r.req_id}: stale steps"
             assert r.num_computed - r.num_confirmed == sum(e.num_tokens for e in current), (
                 f"{r.req_id}: computed {r.num_computed} - confirmed {r.num_confirmed} != tokens in flight"
             )
@@ -233,11 +253,12 @@ class Scheduler:
             request.num_cached_tokens = num_hit_tokens
         return num_tokens
 
-    def _entry(self, request: Request, num_tokens: int) -> ScheduledEntry:
+    def _entry(self, request: Request, num_tokens: int, num_drafts: int = 0) -> ScheduledEntry:
         request.num_computed += num_tokens
-        yields_token = request.num_computed == request.num_ahead
+        yields_token = request.num_computed == request.num_ahead + num_drafts
         request.num_in_flight += yields_token
-        return ScheduledEntry(request, request.epoch, num_tokens, yields_token)
+        request.num_drafts_in_flight += num_drafts
+        return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts)
 
     def _new_row(self, request: Request) -> NewRequest:
         request.has_row = True
@@ -266,6 +287,7 @@ class Scheduler:
             num_scheduled_tokens=num_scheduled,
             num_computed_tokens=computed - num_scheduled,
             yields_token=np.array([e.yields_token for e in entries], dtype=np.bool_),
+            num_draft_tokens=np.array([e.num_drafts for e in entries], dtype=np.int32),
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(num_scheduled.sum()),
@@ -275,39 +297,63 @@ class Scheduler:
         self.step += 1
         return scheduled
 
-    def _deliver(self, request: Request, token: int, output: StepOutput, row: int) -> EngineOutput:
-        """Append one token, end the request if it must, and report it."""
-        result = EngineOutput(req_id=request.req_id, new_token_ids=[token])
+    def _settle_drafts(self, request: Request, entry: ScheduledEntry, num_sampled: int, current: bool) -> None:
+        """Take back the rejected drafts of a step, and count the accepted ones by position."""
+        stats, accepted = self.stats, num_sampled - 1
+        if len(stats.num_drafted) < entry.num_drafts:
+            missing = entry.num_drafts - len(stats.num_drafted)
+            stats.num_drafted += [0] * missing
+            stats.num_accepted += [0] * missing
+        for position in range(entry.num_drafts):
+            stats.num_drafted[position] += 1
+            stats.num_accepted[position] += position < accepted
+        if current:
+            rejected = entry.num_drafts - accepted
+            request.num_drafts_in_flight -= entry.num_drafts
+            request.num_computed -= rejected
+            request.num_confirmed -= rejected
+
+    def _deliver(self, request: Request, tokens: list[int], output: StepOutput, row: int) -> EngineOutput:
+        """Append a step's tokens up to the one that ends the request, and report them."""
+        result = EngineOutput(req_id=request.req_id, new_token_ids=[])
         if request.num_outputs == 0:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
-        if token < 0:
-            result.new_token_ids = []
-            result.finish_reason, result.stop_reason = "error", "the logits of this request held NaN"
-        else:
+        for offset, token in enumerate(tokens):
+            if token < 0:
+                result.finish_reason, result.stop_reason = "error", "the logits of this request held NaN"
+                break
             request.append(token)
+            result.new_token_ids.append(token)
             if output.logprobs is not None and request.sampling.num_logprobs >= 0:
-                width = 1 + request.sampling.num_logprobs
-                result.logprobs = [
-                    TokenLogprob(
-                        output.logprobs.token_ids[row, :width].tolist(),
-                        output.logprobs.logprobs[row, :width].tolist(),
-                        int(output.logprobs.ranks[row]),
-                    )
-                ]
+                self._append_logprobs(result, request, output, row, offset)
             if token in request.stop_ids:
                 result.finish_reason, result.stop_reason = "stop", token
-            elif request.num_known >= request.max_len:
+                break
+            if request.num_known >= request.max_len:
                 result.finish_reason = "length"
+                break
         if result.finish_reason is not None:
             self._finish(request, result.finish_reason)
         return result
 
-    def _count_waste(self, request: Request, yields_token: bool) -> None:
+    @staticmethod
+    def _append_logprobs(result: EngineOutput, request: Request, output: StepOutput, row: int, offset: int) -> None:
+        assert output.logprobs is not None, "the caller has looked"
+        index = offset + (row if output.logprob_starts is None else int(output.logprob_starts[row]))
+        width = 1 + request.sampling.num_logprobs
+        entry = TokenLogprob(
+            output.logprobs.token_ids[index, :width].tolist(),
+            output.logprobs.logprobs[index, :width].tolist(),
+            int(output.logprobs.ranks[index]),
+        )
+        result.logprobs = [*(result.logprobs or []), entry]
+
+    def _count_waste(self, request: Request, num_tokens: int) -> None:
         """A step of a request that has ended meanwhile: its output is dropped."""
         request.num_wasted_steps += 1
         reason = request.finish_reason or "abort"
         self.stats.num_wasted_steps[reason] = self.stats.num_wasted_steps.get(reason, 0) + 1
-        self.stats.num_discarded_tokens += yields_token
+        self.stats.num_discarded_tokens += num_tokens
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting

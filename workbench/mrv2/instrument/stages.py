@@ -20,6 +20,8 @@ LOGITS = "logits"
 SAMPLE = "sample"
 OUTPUT_COPY = "output_copy"
 POST_UPDATE = "post_update"
+VERIFY = "verify"
+DRAFT = "draft"
 
 # host, inside the V1 runner (its own scopes, for like-for-like timelines)
 V1_PREPROCESS = "v1: preprocess"

@@ -25,38 +25,45 @@ class GraphKey:
 
     num_tokens: int
     num_reqs: int
-    # every request has exactly one query token
-    uniform_decode: bool
+    # query tokens of every request (1 = decode, 1 + K = verification); 0 = they differ
+    query_len: int
+
+    @property
+    def uniform_decode(self) -> bool:
+        return self.query_len == 1
 
 
 class Buckets:
     """Padded shapes; a pure function of the batch, the same whether graphs are on or off.
 
-    Decode batches are padded to 1, 2, 4 and multiples of 8 up to R; mixed batches of up to
-    `max_mixed` tokens to steps of an eighth of the next power of two, with all R rows.  Larger
-    mixed batches, and every batch without CUDA (`padded=False`), keep their exact shape.
+    Batches of one query length up to `max_uniform` (decode, verification) are padded to 1, 2, 4 and
+    multiples of 8 requests up to R; mixed batches of up to `max_mixed` tokens to steps of an eighth of
+    the next power of two, with all R rows.  Larger batches, and every batch without CUDA
+    (`padded=False`), keep their exact shape.
     """
 
-    def __init__(self, max_num_seqs: int, *, max_mixed: int, padded: bool) -> None:
+    def __init__(self, max_num_seqs: int, *, max_mixed: int, padded: bool, max_uniform: int = 1) -> None:
         self.max_num_seqs = max_num_seqs
+        self.max_uniform = max_uniform
         sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
         self.decode = tuple(sorted(s for s in sizes if s <= max_num_seqs)) if padded else ()
         self.mixed = tuple(_mixed_sizes(max_mixed)) if padded else ()
 
-    def key(self, num_tokens: int, num_reqs: int, uniform_decode: bool) -> GraphKey:
-        """Return the padded shape of a batch."""
-        if uniform_decode and self.decode:
+    def key(self, num_tokens: int, num_reqs: int, query_len: int) -> GraphKey:
+        """Return the padded shape of a batch; `query_len` is 0 if its requests differ in length."""
+        if 1 <= query_len <= self.max_uniform and self.decode:
             size = self.decode[bisect_left(self.decode, num_reqs)]
-            return GraphKey(size, size, True)
-        if not uniform_decode and self.mixed and num_tokens <= self.mixed[-1]:
-            return GraphKey(self.mixed[bisect_left(self.mixed, num_tokens)], self.max_num_seqs, False)
-        return GraphKey(num_tokens, num_reqs, uniform_decode)
+            return GraphKey(size * query_len, size, query_len)
+        query_len = query_len if query_len == 1 else 0
+        if not query_len and self.mixed and num_tokens <= self.mixed[-1]:
+            return GraphKey(self.mixed[bisect_left(self.mixed, num_tokens)], self.max_num_seqs, 0)
+        return GraphKey(num_tokens, num_reqs, query_len)
 
-    def capturable(self) -> list[GraphKey]:
+    def capturable(self, query_lens: tuple[int, ...] = (1,)) -> list[GraphKey]:
         """Every key that a graph can serve, largest first, so that the shared memory pool is reused."""
-        decode = [GraphKey(size, size, True) for size in reversed(self.decode)]
-        mixed = [GraphKey(size, self.max_num_seqs, False) for size in reversed(self.mixed)]
-        return mixed + decode
+        uniform = [GraphKey(size * n, size, n) for n in query_lens for size in self.decode if n <= self.max_uniform]
+        mixed = [GraphKey(size, self.max_num_seqs, 0) for size in self.mixed]
+        return sorted((*mixed, *uniform), key=lambda key: -key.num_tokens)
 
 
 def _mixed_sizes(limit: int) -> list[int]:
@@ -160,18 +167,22 @@ class ForwardPass:
         stream.run(stages.FORWARD, self._forward, batch, self.model_state.prepare_inputs(batch))
         return False
 
+    def missing(self, knobs: Knobs) -> list[GraphKey]:
+        """Return the keys that `knobs` will dispatch and that have no graph yet."""
+        support = self.model_state.graph_support
+        if knobs.cuda_graphs != "model" or support == "none":
+            return []
+        query_lens = (1, 1 + knobs.num_spec_tokens) if knobs.drafting else (1,)
+        keys = self.buckets.capturable(query_lens)
+        return [k for k in keys if k not in self.graphs and (k.uniform_decode or support == "mixed")]
+
     def capture(self, stream: Stream, knobs: Knobs) -> None:
-        """Capture a graph per bucket (CUDA only); the buffers must hold inert rows."""
-        if self.model_state.graph_support == "none":
-            return
-        for key in self.buckets.capturable():
-            mixed = not key.uniform_decode
-            if key in self.graphs or (mixed and self.model_state.graph_support != "mixed"):
-                continue
+        """Capture what `knobs` will dispatch and is not there yet (CUDA only); the buffers must hold inert rows."""
+        for key in self.missing(knobs):
             batch = self.make_batch(
                 key,
                 num_reqs=key.num_reqs,
-                max_query_len=key.num_tokens if mixed else 1,
+                max_query_len=key.query_len or key.num_tokens,
                 knobs=knobs.with_changes(attention="triton"),
             )
             inputs = self.model_state.prepare_dummy_inputs(batch)

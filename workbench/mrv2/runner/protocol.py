@@ -56,6 +56,8 @@ class SchedulerOutput:
     num_computed_tokens: np.ndarray
     # [B] bool: the step reaches the end of the known tokens, so this request yields a token
     yields_token: np.ndarray
+    # [B] int32: how many of the scheduled tokens are drafts
+    num_draft_tokens: np.ndarray
     # blocks appended to requests that already have a row: id -> G lists
     new_block_ids: dict[str, tuple[list[int], ...]]
     # every block handed out for this step, of all requests; its old content is garbage
@@ -85,11 +87,14 @@ class StepOutput:
 
     step: int
     req_ids: list[str]
-    # [B, 1+K] int64; -1 in column 0 of a yielding row = the logits held NaN
+    # [B, 1+K] int64; -1 among the first `num_sampled` = the logits of that position held NaN
     sampled_token_ids: np.ndarray
     # [B] int32: 0 for a non-final prefill chunk
     num_sampled: np.ndarray
+    # rows as many as logits rows: request b's start at `logprob_starts[b]`
     logprobs: LogprobRows | None = None
+    # [B] int32, None = one row a request
+    logprob_starts: np.ndarray | None = None
 
 
 class AsyncOutput(Protocol):

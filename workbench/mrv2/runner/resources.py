@@ -26,5 +26,9 @@ class RunnerResources:
     vocab_size: int
     # most steps in flight that any knob setting allows
     max_queue_depth: int
+    # most drafts a request may get in a step; fixes the width of the draft buffers
+    max_num_spec_tokens: int
+    # shortest and longest suffix that n-gram drafting looks for
+    ngram_lengths: tuple[int, int]
     # replaced by the executor between two steps
     knobs: Knobs

@@ -14,7 +14,7 @@ import torch
 
 from mrv2.device import Event, Stream
 from mrv2.instrument import stages
-from mrv2.runner.async_output import LogprobSlots, OutputSlots, PendingLogprobs, PinnedOutput
+from mrv2.runner.async_output import LogprobSlots, OutputSlot, OutputSlots, PendingLogprobs, PinnedOutput
 from mrv2.runner.protocol import AsyncOutput, LogprobRows, SchedulerOutput, StepOutput
 from mrv2.runner.v1.cached_request import PLACEHOLDER, CachedRequestState
 from mrv2.runner.v1.input_batch import InputBatch
@@ -86,12 +86,12 @@ class Bookkeeper:
 
         The host waits at once, so the copy stays on the main stream whatever the knob `output_copy` says.
         """
-        slot = self.slots.take()
+        slot = self.slots.take(len(step.req_ids))
         pending = self._copy_out(step, slot, self.main)
         self.transfer_event.record(self.main)
         self.transfer_event.synchronize(TO_LIST_WAIT)
         # [B, 1]
-        sampled = slot[: len(step.req_ids)].numpy().copy()
+        sampled = slot.sampled.numpy().copy()
         self.slots.give_back(slot)
         logprobs = pending.rows() if pending is not None else None
         token_lists: list[list[int]] = sampled.tolist()
@@ -115,7 +115,7 @@ class Bookkeeper:
             self._append(row, req_id, [PLACEHOLDER])
         if stream is not self.main:
             stream.wait_event(self.main.record_event())
-        slot = self.slots.take()
+        slot = self.slots.take(len(step.req_ids))
         logprobs = self._copy_out(step, slot, stream)
         pending = PinnedOutput(
             step=step.scheduled.step,
@@ -133,13 +133,12 @@ class Bookkeeper:
     def _copy_out(
         self,
         step: SampledStep,
-        # [R, 1] int64, pinned
-        slot: torch.Tensor,
+        slot: OutputSlot,
         stream: Stream,
     ) -> PendingLogprobs | None:
         """Submit the copies of the tokens and, if wanted, of the log-probabilities."""
         num_reqs = len(step.req_ids)
-        stream.copy(stages.OUTPUT_COPY, slot[:num_reqs], step.sampled)
+        stream.copy(stages.OUTPUT_COPY, slot.sampled, step.sampled)
         if not step.logprobs:
             return None
         pending = self.logprob_slots.take(num_reqs, step.logprobs[0].shape[1])

@@ -87,7 +87,7 @@ class ModelRunnerV1:
         logprob_slots = LogprobSlots(
             r.device,
             count=self.max_queue_depth,
-            max_num_seqs=r.max_num_seqs,
+            max_rows=r.max_num_seqs,
             max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
         )
         self.bookkeeper = Bookkeeper(self.requests, self.batch, slots, logprob_slots, self.main, r.device.event())

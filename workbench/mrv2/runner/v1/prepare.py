@@ -112,7 +112,7 @@ class InputPreparer:
         self._send_input_ids(previous, ends, num_tokens)
         forward, knobs = self.resources.forward, self.resources.knobs
         max_query_len = int(counts.max())
-        key = forward.buckets.key(num_tokens, num_reqs, max_query_len == 1)
+        key = forward.buckets.key(num_tokens, num_reqs, 1 if max_query_len == 1 else 0)
         forward_batch = forward.make_batch(
             key,
             num_reqs=num_reqs,

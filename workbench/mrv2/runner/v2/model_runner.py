@@ -25,6 +25,7 @@ from mrv2.runner.protocol import RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampler import Sampler, SamplingContext, SamplingPlan, gather_logprobs
+from mrv2.runner.v2.speculation import Speculation
 from mrv2.runner.v2.upload import StepUpload, UploadedBatch
 from mrv2.sampling_params import MAX_LOGPROBS
 from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
@@ -74,25 +75,27 @@ class ModelRunnerV2:
             max_model_len=r.max_model_len,
             blocks_per_row=r.blocks_per_row,
             num_groups=r.num_groups,
+            max_num_spec_tokens=r.max_num_spec_tokens,
         )
+        self.speculation = Speculation(r, self.state)
         self.sampler = Sampler(self.state.arena, r.max_num_seqs)
         self.upload = StepUpload(
             r.device, self.state.arena, r.max_num_seqs, r.forward.buffers.step_words, depth=r.max_queue_depth + 1
         )
-        self.output_slots = OutputSlots(r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs)
+        width = 1 + r.max_num_spec_tokens
+        self.output_slots = OutputSlots(
+            r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs, max_width=width
+        )
         self.logprob_slots = LogprobSlots(
             r.device,
             count=r.max_queue_depth + 1,
-            max_num_seqs=r.max_num_seqs,
+            max_rows=r.max_num_seqs * width,
             max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
         )
         # [R] int32 zeros: nothing is rejected without drafts
         self.num_rejected = r.device.zeros((r.max_num_seqs,), torch.int32)
-        # [R + 1] int32: one logits row a request
-        self.cu_num_logits = r.device.empty((r.max_num_seqs + 1,), torch.int32)
-        self.main.run(stages.UPLOAD, _fill_arange, self.cu_num_logits)
-        # [R] int32, written by each step
-        self.logits_indices = r.device.zeros((r.max_num_seqs,), torch.int32)
+        # [R * (1 + K)] int32, written by each step
+        self.logits_indices = r.device.zeros((r.max_num_seqs * width,), torch.int32)
         self.stats = RunnerStats()
         self._pending: ExecuteModelState | None = None
 
@@ -102,8 +105,10 @@ class ModelRunnerV2:
         rows = self._update_rows(scheduled)
         num_reqs, num_tokens = scheduled.num_reqs, scheduled.total_tokens
         max_query_len = int(scheduled.num_scheduled_tokens.max())
+        query_len = max_query_len if num_tokens == num_reqs * max_query_len else 0
+        num_drafts = int(scheduled.num_draft_tokens.sum())
         has_prefill = bool((scheduled.num_computed_tokens < self.state.prefill_len_np[rows]).any())
-        key = self.resources.forward.buckets.key(num_tokens, num_reqs, max_query_len == 1)
+        key = self.resources.forward.buckets.key(num_tokens, num_reqs, query_len)
 
         forward, knobs = self.resources.forward, self.resources.knobs
         batch = self.upload.submit(self.main, scheduled, rows)
@@ -115,7 +120,9 @@ class ModelRunnerV2:
             query_start_loc_np=np.concatenate(([0], np.cumsum(scheduled.num_scheduled_tokens))),
             max_seq_lens_np=scheduled.num_computed_tokens + scheduled.num_scheduled_tokens,
         )
-        self._submit_preparation(batch, forward_batch, has_prefill)
+        num_logits = num_reqs + num_drafts
+        logits_indices = self.logits_indices[:num_logits]
+        self._submit_preparation(batch, forward_batch, logits_indices, has_prefill)
         replayed = forward.run(key, forward_batch, self.main, knobs)
 
         holder = LogitsHolder()
@@ -126,20 +133,26 @@ class ModelRunnerV2:
             self.resources.model,
             forward.buffers,
             batch,
-            None if key.uniform_decode else self.logits_indices[:num_reqs],
+            # a batch of decodes and verifications alone: row i is token i
+            num_logits if num_logits == num_tokens else logits_indices,
+            self._expanded(scheduled, batch, num_logits),
         )
         self.stats.num_steps += 1
         self.stats.num_graph_replays += replayed
         self._pending = ExecuteModelState(scheduled, batch, forward_batch, self.sampler.plan(rows), holder)
 
     def sample_tokens(self) -> PinnedOutput:
-        """Sample, send the output on its way, and advance the rows."""
+        """Sample and verify, send the output on its way, advance the rows, and draft for the next step."""
         assert self._pending is not None, "sample_tokens needs an execute_model before it"
         (scheduled, batch, forward_batch, plan, holder), self._pending = self._pending, None
-        # [B, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
-        sampled = self.device.empty((scheduled.num_reqs, 1), torch.int64)
-        self.main.run(stages.SAMPLE, self._sample, holder, self.sampler, plan, sampled)
-        output = self._copy_output(scheduled, plan, holder, sampled)
+        num_reqs, has_drafts = scheduled.num_reqs, bool(scheduled.num_draft_tokens.any())
+        num_logits = num_reqs + int(scheduled.num_draft_tokens.sum())
+        # [N, 1]; fresh tensors each step: the copy stream still reads them when the next step samples
+        targets = self.device.empty((num_logits, 1), torch.int64)
+        self.main.run(stages.SAMPLE, self._sample, holder, self.sampler, plan, targets)
+        verified = self._verify(scheduled, batch, targets) if has_drafts else None
+        output = self._copy_output(scheduled, plan, holder, targets, verified)
+        sampled, num_sampled, num_rejected = verified or (targets, batch.num_sampled, self.num_rejected[:num_reqs])
         self.main.run(
             stages.POST_UPDATE,
             self._post_update,
@@ -148,8 +161,11 @@ class ModelRunnerV2:
             batch,
             forward_batch,
             sampled,
-            self.num_rejected[: scheduled.num_reqs],
+            num_sampled,
+            num_rejected,
         )
+        max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
+        self.speculation.submit_drafts(self.main, self.resources.knobs, batch.idx_mapping, num_sampled, max_len)
         self.upload.release(batch, self.main.record_event())
         return output
 
@@ -170,7 +186,57 @@ class ModelRunnerV2:
         row_of = state.row_of
         return np.array([row_of[req_id] for req_id in scheduled.req_ids], dtype=np.int32)
 
-    def _submit_preparation(self, batch: UploadedBatch, forward_batch: ForwardBatch, has_prefill: bool) -> None:
+    def _expanded(
+        self, scheduled: SchedulerOutput, batch: UploadedBatch, num_logits: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Submit the expansion to logits rows; None if a request has one row each. ([N], [N])"""
+        if num_logits == scheduled.num_reqs:
+            return None
+        rows = self.speculation.logit_slots[:num_logits], self.speculation.local_positions[:num_logits]
+        self.main.run(
+            stages.LOGITS,
+            Speculation.expand,
+            *rows,
+            batch.idx_mapping,
+            batch.cu_num_logits,
+            1 + int(scheduled.num_draft_tokens.max()),
+        )
+        return rows
+
+    def _verify(
+        self,
+        scheduled: SchedulerOutput,
+        batch: UploadedBatch,
+        # [N, 1] int64
+        targets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Submit the verification; return sampled [B, 1+K], num_sampled [B], num_rejected [B]."""
+        num_reqs, width = scheduled.num_reqs, 1 + int(scheduled.num_draft_tokens.max())
+        sampled = self.device.empty((num_reqs, width), torch.int64)
+        num_sampled = self.device.empty((num_reqs,), torch.int32)
+        num_rejected = self.device.empty((num_reqs,), torch.int32)
+        self.main.run(
+            stages.VERIFY,
+            Speculation.verify,
+            sampled,
+            num_sampled,
+            num_rejected,
+            targets.view(-1),
+            self.state,
+            batch.idx_mapping,
+            batch.cu_num_logits,
+            batch.num_sampled,
+        )
+        return sampled, num_sampled, num_rejected
+
+    def _submit_preparation(
+        self,
+        batch: UploadedBatch,
+        forward_batch: ForwardBatch,
+        # [N] int32, out
+        logits_indices: torch.Tensor,
+        has_prefill: bool,
+    ) -> None:
         state = self.state
         if batch.num_runs:
             self.main.run(stages.STAGED_WRITES, self._apply_runs, state.arena.words, batch)
@@ -192,25 +258,38 @@ class ModelRunnerV2:
             state,
             self.model_state,
             forward_batch,
-            self.cu_num_logits,
-            self.logits_indices,
+            batch.cu_num_logits,
+            logits_indices,
             self.resources.block_size,
             has_prefill,
         )
 
     def _copy_output(
-        self, scheduled: SchedulerOutput, plan: SamplingPlan, holder: LogitsHolder, sampled: torch.Tensor
+        self,
+        scheduled: SchedulerOutput,
+        plan: SamplingPlan,
+        holder: LogitsHolder,
+        # [N, 1] int64
+        targets: torch.Tensor,
+        verified: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     ) -> PinnedOutput:
         """Start the device-to-host copy before anything else of this step runs."""
-        num_reqs, width = scheduled.num_reqs, 1 + plan.num_logprobs
-        slot = self.output_slots.take()
-        pairs = [(slot[:num_reqs], sampled)]
+        num_reqs, num_logits, width = scheduled.num_reqs, targets.shape[0], 1 + plan.num_logprobs
+        sampled = targets if verified is None else verified[0]
+        slot = self.output_slots.take(num_reqs, sampled.shape[1])
+        pairs = [(slot.sampled, sampled)]
+        if verified is not None:
+            pairs.append((slot.num_sampled, verified[1]))
         pending = None
         if width:
-            shapes = (((num_reqs, width), torch.int64), ((num_reqs, width), torch.float32), ((num_reqs,), torch.int64))
+            shapes = (
+                ((num_logits, width), torch.int64),
+                ((num_logits, width), torch.float32),
+                ((num_logits,), torch.int64),
+            )
             on_device = [self.device.empty(shape, dtype) for shape, dtype in shapes]
-            pending = self.logprob_slots.take(num_reqs, width)
-            self.main.run(stages.SAMPLE, self._gather_logprobs, holder, sampled, *on_device)
+            pending = self.logprob_slots.take(num_logits, width)
+            self.main.run(stages.SAMPLE, self._gather_logprobs, holder, targets, *on_device)
             pairs += zip((pending.token_ids, pending.logprobs, pending.ranks), on_device, strict=True)
         stream = self.copy_stream if self.resources.knobs.output_copy == "side_stream" else self.main
         if stream is not self.main:
@@ -220,12 +299,13 @@ class ModelRunnerV2:
         return PinnedOutput(
             step=scheduled.step,
             req_ids=scheduled.req_ids,
-            num_sampled=scheduled.yields_token.astype(np.int32),
+            num_sampled=scheduled.yields_token.astype(np.int32) if verified is None else None,
             done=stream.record_event(),
             slot=slot,
             slots=self.output_slots,
             keep_alive=tuple(source for _, source in pairs),
             logprobs=pending,
+            logprob_starts=np.cumsum(scheduled.num_draft_tokens + 1) - scheduled.num_draft_tokens - 1,
         )
 
     # Device code: reads nothing but its arguments.
@@ -247,9 +327,9 @@ class ModelRunnerV2:
         state: RequestState,
         model_state: ModelState,
         batch: ForwardBatch,
-        # [R + 1]
+        # [B + 1]
         cu_num_logits: torch.Tensor,
-        # [R], out
+        # [N], out
         logits_indices: torch.Tensor,
         block_size: int,
         has_prefill: bool,
@@ -325,17 +405,18 @@ class ModelRunnerV2:
         model: CausalLM,
         buffers: ForwardBuffers,
         batch: UploadedBatch,
-        # [N], None = row i of the batch is token i
-        logits_indices: torch.Tensor | None,
+        # [N]; a number N = row i of the batch is token i
+        logits_indices: torch.Tensor | int,
+        # logits row -> request row, and its place among the request's rows; None = one row a request
+        expanded: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        num_reqs = batch.idx_mapping.shape[0]
-        if logits_indices is None:
-            hidden, positions = buffers.hidden[:num_reqs], buffers.positions[:num_reqs]
+        if isinstance(logits_indices, int):
+            hidden, positions = buffers.hidden[:logits_indices], buffers.positions[:logits_indices]
         else:
             hidden = buffers.hidden.index_select(0, logits_indices)
             positions = buffers.positions.index_select(0, logits_indices)
         holder.logits = model.compute_logits(hidden)
-        holder.ctx = SamplingContext(batch.idx_mapping, positions)
+        holder.ctx = SamplingContext(batch.idx_mapping if expanded is None else expanded[0], positions)
 
     @staticmethod
     def _sample(holder: LogitsHolder, sampler: Sampler, plan: SamplingPlan, sampled: torch.Tensor) -> None:
@@ -357,7 +438,10 @@ class ModelRunnerV2:
         model_state: ModelState,
         batch: UploadedBatch,
         forward_batch: ForwardBatch,
+        # [B, 1 + K] int64
         sampled: torch.Tensor,
+        # [B] int32
+        num_sampled: torch.Tensor,
         # [B] int32
         num_rejected: torch.Tensor,
     ) -> None:
@@ -370,11 +454,7 @@ class ModelRunnerV2:
             batch.idx_mapping,
             forward_batch.query_start_loc,
             sampled,
-            batch.num_sampled,
+            num_sampled,
             num_rejected,
         )
-        model_state.postprocess_state(forward_batch, batch.num_sampled)
-
-
-def _fill_arange(out: torch.Tensor) -> None:
-    torch.arange(out.shape[0], out=out)
+        model_state.postprocess_state(forward_batch, num_sampled)

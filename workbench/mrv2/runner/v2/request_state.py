@@ -19,7 +19,14 @@ class RequestState:
     """
 
     def __init__(
-        self, device: Device, *, max_num_seqs: int, max_model_len: int, blocks_per_row: int, num_groups: int
+        self,
+        device: Device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        blocks_per_row: int,
+        num_groups: int,
+        max_num_spec_tokens: int,
     ) -> None:
         rows = (max_num_seqs,)
         sections: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -34,9 +41,9 @@ class RequestState:
             sections[f"block_table_{group}"] = ((max_num_seqs, blocks_per_row), torch.int32)
         self.arena = DeviceArena(device, sections)
         self.num_groups = num_groups
-        # device only: [R] int64, [R, 0] int64
+        # device only: [R] int64, [R, K_max] int64 (-1 = no draft; a row's first drafts may be its predecessor's)
         self.last_sampled_tokens = device.zeros(rows, torch.int64)
-        self.draft_tokens = device.zeros((max_num_seqs, 0), torch.int64)
+        self.draft_tokens = device.full((max_num_seqs, max_num_spec_tokens), -1, torch.int64)
         # [R] host mirrors
         self.prefill_len_np = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_blocks_np = np.zeros(max_num_seqs, dtype=np.int32)

@@ -1,6 +1,7 @@
 """Everything a step sends to the device, in one pinned slot and one copy.
 
-    slot: | query_start_loc [R+1] | idx_mapping [R] | num_sampled [R] | run starts [n] | cu_lens [n+1] | contents [m] |
+    slot: | query_start_loc [R+1] | idx_mapping [R] | num_sampled [R] | cu_num_logits [R+1] | runs |
+    runs: | starts [n] | cu_lens [n+1] | contents [m] |
 
 The device half is one persistent buffer (`ForwardBuffers.step_words`; its head is what graphs read as
 `query_start_loc`): the copy of step n+1 is ordered behind every reader of step n on the main stream.
@@ -28,6 +29,8 @@ class UploadedBatch:
     idx_mapping: torch.Tensor
     # [B] int32: 1 if the request yields a token in this step
     num_sampled: torch.Tensor
+    # [B + 1] int32: logits rows of each request
+    cu_num_logits: torch.Tensor
     # [n], [n], [n+1], [m] int32
     run_rows: torch.Tensor
     run_starts: torch.Tensor
@@ -40,11 +43,13 @@ class UploadedBatch:
     ring: PinnedRing
 
 
-def step_words_capacity(*, max_num_seqs: int, max_model_len: int, blocks_per_row: int, num_groups: int) -> int:
+def step_words_capacity(
+    *, max_num_seqs: int, max_model_len: int, blocks_per_row: int, num_groups: int, max_num_spec_tokens: int = 0
+) -> int:
     """Return the words that the largest possible step uploads: every row taken anew with a full history."""
-    runs_per_row = 16 + 2 * num_groups
-    words_per_row = max_model_len + num_groups * blocks_per_row + 3 * runs_per_row
-    return 3 * max_num_seqs + 2 + max_num_seqs * words_per_row
+    runs_per_row = 17 + 2 * num_groups
+    words_per_row = max_model_len + num_groups * blocks_per_row + 2 * max_num_spec_tokens + 3 * runs_per_row
+    return 4 * max_num_seqs + 3 + max_num_seqs * words_per_row
 
 
 class StepUpload:
@@ -65,7 +70,7 @@ class StepUpload:
         self.max_num_seqs = max_num_seqs
         self.words = step_words
         self.depth = depth
-        self.header = 3 * max_num_seqs + 1
+        self.header = 4 * max_num_seqs + 2
         # [capacity]: all runs edit row 0 of the arena
         self.zeros = device.zeros((step_words.shape[0],), torch.int32)
         # short prompts fit from the start; a rare larger step grows the ring
@@ -97,6 +102,9 @@ class StepUpload:
         at = max_num_seqs + 1
         host[at : at + num_reqs] = rows
         host[at + max_num_seqs : at + max_num_seqs + num_reqs] = scheduled.yields_token
+        cu_num_logits = at + 2 * max_num_seqs
+        host[cu_num_logits] = 0
+        np.cumsum(scheduled.num_draft_tokens + 1, out=host[cu_num_logits + 1 : cu_num_logits + 1 + num_reqs])
         at = self.header
         host[at : at + num_runs] = starts
         host[at + num_runs : at + 2 * num_runs + 1] = cu_lens
@@ -106,6 +114,7 @@ class StepUpload:
         return UploadedBatch(
             idx_mapping=words[max_num_seqs + 1 : max_num_seqs + 1 + num_reqs],
             num_sampled=words[2 * max_num_seqs + 1 : 2 * max_num_seqs + 1 + num_reqs],
+            cu_num_logits=words[cu_num_logits : cu_num_logits + num_reqs + 1],
             run_rows=self.zeros[:num_runs],
             run_starts=words[at : at + num_runs],
             run_cu_lens=words[at + num_runs : at + 2 * num_runs + 1],

@@ -1,0 +1,1 @@
+"""Kernels of speculative decoding: row expansion, verification, drafters."""
