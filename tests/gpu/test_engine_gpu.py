@@ -78,6 +78,31 @@ def test_every_decode_batch_replays_a_graph(rows: int) -> None:
     core.shutdown()
 
 
+@pytest.mark.parametrize("graphs", ["off", "model"])
+def test_speculation_keeps_tokens_and_waits_for_outputs_only(graphs: str) -> None:
+    prompts = [random_prompt(300 + i, 10 + i) for i in range(6)]
+    want = [alone(tuple(p), 0.0, 0, 60, options=tuple(GPU.items())) for p in prompts]
+    knobs = Knobs(cuda_graphs=graphs, spec_method="ngram", num_spec_tokens=3)
+    core = make_core(max_num_seqs=6, max_num_spec_tokens=3, ngram_min=1, knobs=knobs, **GPU)
+
+    def serve_all(tag: str) -> list[list[int]]:
+        collector = Collector(core)
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            collector.submit(f"{tag}{i}", prompt, params)
+        served = collector.run()
+        return [served[f"{tag}{i}"].token_ids for i in range(len(prompts))]
+
+    assert serve_all("warm") == want
+    replays = core.executor.runner.stats.num_graph_replays
+    with sync_guard(core.device, mode="error") as guard:
+        assert serve_all("guarded") == want
+    assert set(guard.waits) == {"output"}
+    assert sum(core.scheduler.stats.num_accepted) > 0
+    assert (core.executor.runner.stats.num_graph_replays > replays) == (graphs == "model")
+    core.shutdown()
+
+
 def test_live_switches_keep_tokens() -> None:
     prompts = [random_prompt(200 + i, 20 + i) for i in range(4)]
     want = [alone(tuple(p), 1.0, 5, MAX_TOKENS, options=tuple(GPU.items())) for p in prompts]

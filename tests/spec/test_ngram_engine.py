@@ -43,6 +43,8 @@ def test_accepted_drafts_save_steps(depth: int) -> None:
     # one step for the prompt, then four tokens a step
     assert core.scheduler.step <= 1 + 4 + (depth - 1)
     assert stats.num_accepted[0] == stats.num_drafted[0] > 0
+    snapshot = core.snapshot()
+    assert snapshot.acceptance[0] == 1.0 and snapshot.mean_accepted_length == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("position", range(1, 9))

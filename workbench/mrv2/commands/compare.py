@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 32
 AXES: dict[str, tuple[Any, ...]] = {"runner": ("v1", "v2"), "async_scheduling": (False, True)}
+# drafts a request gets in a step in the run with speculation
+NUM_DRAFTS = 3
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -30,8 +32,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "compare",
         help="the demo: both runners, sync and async, on the same requests",
-        description="Serve the same chat requests with each runner, with and without async scheduling, on one "
-        "loaded engine whose knobs are switched between the runs. Prints the texts once, where the time of a step "
+        description="Serve the same chat requests with each runner, with and without async scheduling, and once more "
+        "with n-gram drafts, on one loaded engine whose knobs are switched between the runs. Prints the texts once, "
+        "where the time of a step "
         "went, and whether every run generated the same tokens. Exit code 1 if they differ by more than a tie.",
     )
     add_model_flag(parser, DEFAULT_MODEL)
@@ -100,10 +103,12 @@ def run(args: argparse.Namespace) -> int:
             "max_model_len": min(found.config.max_model_len, -(-longest // 64) * 64),
             "max_num_seqs": args.requests,
             "max_num_batched_tokens": max(1024, args.requests),
+            "max_num_spec_tokens": NUM_DRAFTS,
         }
         core = EngineCore(build_config(args.model, device=device.type, **{**defaults, **options}), device)
         requests = _requests(core, prompts, args, tokenizer)
         variants, refused = make_variants(core.knobs, AXES)
+        variants.append(_with_drafts(variants[-1]))
         for text in refused:
             note(f"left out: {text}")
         for variant in variants:
@@ -119,9 +124,29 @@ def run(args: argparse.Namespace) -> int:
             for each in measured[1:]
             for difference in find_differences(core, requests, measured[0].run.tokens, each.run.tokens)
         ]
+        print(_drafts(core))
         return _verdict(measured[0], differences)
     finally:
         device.close()
+
+
+def _with_drafts(variant: Variant) -> Variant:
+    """Return `variant` with n-gram drafts, if its runner speculates."""
+    from mrv2.bench.harness import Variant
+
+    changes = {"spec_method": "ngram", "num_spec_tokens": NUM_DRAFTS}
+    knobs = variant.knobs.with_changes(**changes)
+    return Variant(f"{variant.label} ngram", {**variant.setting, **changes}, knobs)
+
+
+def _drafts(core: EngineCore) -> str:
+    """Say how the drafts fared, over all runs that had some."""
+    snapshot = core.snapshot()
+    length = snapshot.mean_accepted_length
+    if length is None:
+        return "\ndrafts: none was proposed"
+    shares = ", ".join(percent(share) for share in snapshot.acceptance)
+    return f"\nn-gram drafts: {length:.2f} tokens a verification; accepted by position {shares}"
 
 
 def _prompts(tokenizer: Tokenizer | None, count: int, vocab_size: int) -> list[list[int]]:
@@ -207,7 +232,7 @@ def _table(measured: list[_Measured]) -> str:
         rows.append(
             (
                 knobs.runner,
-                "async" if knobs.async_scheduling else "sync",
+                ("async" if knobs.async_scheduling else "sync") + (" + ngram" if knobs.drafting else ""),
                 number(run.tokens_per_second, 1),
                 str(run.num_steps),
                 number(each.profile.host_ms),

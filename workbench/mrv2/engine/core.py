@@ -149,6 +149,8 @@ class EngineCore:
             num_preemptions=scheduler.stats.num_preemptions,
             waits=dict(self.device.waits),
             knobs=self.knobs.as_dict(),
+            num_drafted=list(scheduler.stats.num_drafted),
+            num_accepted=list(scheduler.stats.num_accepted),
             requests={r.req_id: (r.num_computed, r.num_known) for r in scheduler.running},
         )
 

@@ -67,5 +67,18 @@ class EngineSnapshot:
     # host waits by reason since start
     waits: dict[str, int]
     knobs: dict[str, Any]
+    # by draft position since start: drafts that the target saw, and those that it accepted
+    num_drafted: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
     # running request ids -> (computed tokens, known tokens)
     requests: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of the drafts at each position that were accepted."""
+        return [a / d if d else 0.0 for a, d in zip(self.num_accepted, self.num_drafted, strict=True)]
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens per verification, its own draw included; None = nothing was drafted."""
+        return 1 + sum(self.num_accepted) / self.num_drafted[0] if self.num_drafted else None
