@@ -80,7 +80,7 @@ def _declared() -> tuple[set[str], set[str]]:
         return {Requirement(text).name.lower() for text in requirements}
 
     extras = project["optional-dependencies"]
-    return names(project["dependencies"]), names(extras["nvtx"] + extras["notebook"])
+    return names(project["dependencies"]), names([r for extra in ("nvtx", "trace", "structured", "notebook") for r in extras[extra]])
 
 
 def test_imported_packages_are_declared() -> None:

@@ -52,7 +52,7 @@ def test_options_reach_their_fields(given: dict, expected: dict) -> None:
         ({"tensor_parallel_size": 2}, "one device"),
         ({"speculative_config": {"method": "ngram"}}, "speculative decoding is not supported yet"),
         ({"quantization": "fp8"}, "unquantised"),
-        ({"logits_processors": [print]}, "not supported yet"),
+        ({"logits_processors": print}, "list of classes"),
         ({"trust_remote_code": True}, "never run"),
         ({"max_num_seqs": "3"}, "an integer"),
         ({"max_num_seqs": True}, "an integer"),

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mrv2.engine.kv_cache_manager import KVCacheManager
-from mrv2.engine.messages import EngineOutput, FinishReason, TokenLogprob
+from mrv2.engine.logprob_rows import token_logprob
+from mrv2.engine.messages import EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
 
@@ -131,8 +132,13 @@ class Scheduler:
             entries.append(self._entry(request, num_tokens))
         preempted = preempted or self.stats.num_preemptions > num_preemptions
 
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
-            request = self.waiting[0]
+        index = 0
+        while index < len(self.waiting) and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
+            request = self.waiting[index]
+            if request.grammar_ticket is not None:
+                # others may pass a request whose grammar is still compiling
+                index += 1
+                continue
             if request.num_stale:
                 break
             admitted = self._admit(request, budget)
@@ -145,6 +151,16 @@ class Scheduler:
         if not entries:
             return None
         return self._launch(entries, new_requests, new_block_ids)
+
+    def grammar_rows(self) -> list[tuple[int, Request]]:
+        """Return the requests of the newest step that follow a grammar and yield a token, with their batch rows."""
+        entries = self.in_flight[-1].entries
+        return [(row, e.request) for row, e in enumerate(entries) if e.request.grammar is not None and e.yields_token]
+
+    def fail(self, request: Request, reason: str) -> EngineOutput:
+        """End a request in any state with an error."""
+        self._finish(request, "error")
+        return EngineOutput(req_id=request.req_id, new_token_ids=[], finish_reason="error", stop_reason=reason)
 
     def update_from_output(self, output: StepOutput) -> list[EngineOutput]:
         """Settle the oldest step in flight with its output; return what to tell the front end."""
@@ -165,6 +181,8 @@ class Scheduler:
             elif yields_token:
                 request.num_stale -= 1
                 self.stats.num_stale_delivered += 1
+            if row in output.prompt_logprobs and request.prompt_logprobs is not None:
+                request.prompt_logprobs.add(output.prompt_logprobs[row])
             if yields_token:
                 results.append(self._deliver(request, sampled[row], output, row))
             if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
@@ -213,7 +231,7 @@ class Scheduler:
         return added
 
     def _admit(self, request: Request, budget: int) -> int:
-        """Move the head of the waiting queue to running; return the tokens scheduled, 0 if it must wait."""
+        """Move a request from waiting to running; return the tokens scheduled, 0 if it must wait."""
         hits = self.kv.find_prefix(request)
         num_hit_tokens = len(hits[0]) * self.kv.block_size
         num_tokens = request.num_known - num_hit_tokens
@@ -225,7 +243,7 @@ class Scheduler:
         num_tokens = min(num_tokens, budget)
         if not self.kv.admit(request, hits, num_hit_tokens + num_tokens):
             return 0
-        self.waiting.pop(0)
+        self._remove(self.waiting, request)
         insort(self.running, request, key=lambda r: r.key)
         request.status = RequestStatus.RUNNING
         request.num_computed = request.num_confirmed = num_hit_tokens
@@ -247,7 +265,7 @@ class Scheduler:
             prompt_len=request.prompt_len,
             num_computed_tokens=request.num_computed,
             block_ids=tuple(list(group) for group in request.block_ids),
-            sampling=request.sampling,
+            sampling=request.sampling_to_come(),
         )
 
     def _launch(
@@ -280,21 +298,26 @@ class Scheduler:
         result = EngineOutput(req_id=request.req_id, new_token_ids=[token])
         if request.num_outputs == 0:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
+            if request.prompt_logprobs is not None:
+                result.prompt_logprobs = request.prompt_logprobs.take()
+        if row in output.errors:
+            request.dead_end, token = output.errors[row], -1
+        if token >= 0 and request.grammar is not None and not request.grammar.accept(token):
+            request.dead_end = f"the sampled token {token} does not continue the grammar"
+            token = -1
         if token < 0:
             result.new_token_ids = []
-            result.finish_reason, result.stop_reason = "error", "the logits of this request held NaN"
+            result.finish_reason = "error"
+            result.stop_reason = request.dead_end or "the logits of this request held NaN, or every token was masked"
         else:
             request.append(token)
-            if output.logprobs is not None and request.sampling.num_logprobs >= 0:
-                width = 1 + request.sampling.num_logprobs
-                result.logprobs = [
-                    TokenLogprob(
-                        output.logprobs.token_ids[row, :width].tolist(),
-                        output.logprobs.logprobs[row, :width].tolist(),
-                        int(output.logprobs.ranks[row]),
-                    )
-                ]
+            if output.logprobs is not None or output.wide_logprobs:
+                logprob = token_logprob(output, row, request.sampling)
+                result.logprobs = None if logprob is None else [logprob]
             if token in request.stop_ids:
+                result.finish_reason, result.stop_reason = "stop", token
+            elif request.grammar is not None and request.grammar.terminated:
+                # the end token, which `ignore_eos` has taken from the stop ids: nothing can follow it
                 result.finish_reason, result.stop_reason = "stop", token
             elif request.num_known >= request.max_len:
                 result.finish_reason = "length"

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from mrv2.device import Device, Event
-from mrv2.runner.protocol import LogprobRows, StepOutput
+from mrv2.runner.async_logprobs import StepLogprobs
+from mrv2.runner.protocol import StepOutput
 
 OUTPUT_WAIT = "output"  # the one wait of a step, by this name
 
@@ -30,63 +31,12 @@ class OutputSlots:
         self._free.append(slot)
 
 
-class LogprobSlots:
-    """Pinned destinations of log-probabilities, one set per step in flight, of the widest row a request may ask for."""
-
-    def __init__(self, device: Device, *, count: int, max_num_seqs: int, max_num_logprobs: int) -> None:
-        self.device = device
-        self._max_num_seqs, self._max_width = max_num_seqs, 1 + max_num_logprobs
-        self._free = [self._make() for _ in range(count)]
-
-    def take(self, num_reqs: int, width: int) -> PendingLogprobs:
-        """Return contiguous pinned tensors for `num_reqs` rows of `width` columns."""
-        assert width <= self._max_width, f"{width - 1} logprobs asked for, the slots hold {self._max_width - 1}"
-        assert self._free, "every logprob slot is in flight: the queue is deeper than the slots that were made for it"
-        buffers = self._free.pop()
-        ids, logprobs, ranks = buffers
-        size = num_reqs * width
-        return PendingLogprobs(
-            ids[:size].view(num_reqs, width), logprobs[:size].view(num_reqs, width), ranks[:num_reqs], buffers, self
-        )
-
-    def give_back(self, buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        self._free.append(buffers)
-
-    def _make(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        size = self._max_num_seqs * self._max_width
-        return (
-            self.device.pinned((size,), torch.int64),
-            self.device.pinned((size,), torch.float32),
-            self.device.pinned((self._max_num_seqs,), torch.int64),
-        )
-
-
-@dataclass(slots=True)
-class PendingLogprobs:
-    """Pinned destinations of one step's log-probabilities."""
-
-    # [B, 1+k] int64, [B, 1+k] float32, [B] int64
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
-    # the slot to give back, if the tensors came from one
-    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    slots: LogprobSlots | None = None
-
-    def rows(self) -> LogprobRows:
-        """Copy the arrived values out and give the slot back."""
-        rows = LogprobRows(self.token_ids.numpy().copy(), self.logprobs.numpy().copy(), self.ranks.numpy().copy())
-        if self.slots is not None and self.buffers is not None:
-            self.slots.give_back(self.buffers)
-        return rows
-
-
 @dataclass(slots=True)
 class PinnedOutput:
     """The output copy of one step: waits once, copies out of the pinned slot, gives the slot back.
 
-    `keep_alive` holds the device tensors that the copy reads on its own stream: dropped earlier,
-    their memory could be handed to later work on the main stream.
+    `keep_alive` and `logprobs` hold the device tensors that the copies read on their own stream: dropped
+    earlier, their memory could be handed to later work on the main stream.
     """
 
     step: int
@@ -98,7 +48,9 @@ class PinnedOutput:
     slot: torch.Tensor
     slots: OutputSlots
     keep_alive: tuple[torch.Tensor, ...] = ()
-    logprobs: PendingLogprobs | None = None
+    logprobs: StepLogprobs | None = None
+    # batch row -> why its request must end; complete once the copy has arrived
+    errors: dict[int, str] = field(default_factory=dict)
     # called once on the host after the wait (V1's bookkeeping)
     on_ready: Callable[[np.ndarray], None] | None = field(default=None)
 
@@ -106,9 +58,11 @@ class PinnedOutput:
         """Wait for the copy and return host arrays that nothing rewrites."""
         self.done.synchronize(OUTPUT_WAIT)
         sampled = self.slot[: len(self.req_ids)].numpy().copy()
-        logprobs = self.logprobs.rows() if self.logprobs is not None else None
+        output = StepOutput(self.step, self.req_ids, sampled, self.num_sampled, errors=self.errors)
+        if self.logprobs is not None:
+            self.logprobs.arrive(output)
         self.slots.give_back(self.slot)
-        self.keep_alive = ()
+        self.keep_alive, self.logprobs = (), None
         if self.on_ready is not None:
             self.on_ready(sampled)
-        return StepOutput(self.step, self.req_ids, sampled, self.num_sampled, logprobs)
+        return output

@@ -7,6 +7,8 @@ to model goes behind `ModelState`, what belongs to one sampling feature behind i
     main   |   [upload][staged writes][gather][prepare][forward][logits][sample]|[post-update] ...
     copy   |                                                                    [output copy n]
 
+With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.
+
 The host hands over ids and counts; it never reads a number that this step or the one before it
 computed on the device.
 """
@@ -19,14 +21,17 @@ import numpy as np
 import torch
 
 from mrv2.instrument import stages
-from mrv2.runner.async_output import LogprobSlots, OutputSlots, PinnedOutput
+from mrv2.runner.async_logprobs import LogprobTensors, StepLogprobs
+from mrv2.runner.async_output import OutputSlots, PinnedOutput
 from mrv2.runner.forward import ForwardBuffers
-from mrv2.runner.protocol import RunnerStats, SchedulerOutput
+from mrv2.runner.grammar_masks import GrammarMasks
+from mrv2.runner.protocol import GrammarMask, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.request_state import RequestState
-from mrv2.runner.v2.sampler import Sampler, SamplingContext, SamplingPlan, gather_logprobs
+from mrv2.runner.v2.sampler import Sampler, SamplingPlan
+from mrv2.runner.v2.sampling.context import SamplingContext
+from mrv2.runner.v2.sampling.logprobs import LogprobPlan, WideRow, gather_prompt, gather_sampled
 from mrv2.runner.v2.upload import StepUpload, UploadedBatch
-from mrv2.sampling_params import MAX_LOGPROBS
 from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.inputs.post_update import post_update
@@ -74,19 +79,22 @@ class ModelRunnerV2:
             max_model_len=r.max_model_len,
             blocks_per_row=r.blocks_per_row,
             num_groups=r.num_groups,
+            tables=r.processor_tables,
         )
-        self.sampler = Sampler(self.state.arena, r.max_num_seqs)
+        self.sampler = Sampler(r, self.state.arena)
         self.upload = StepUpload(
             r.device, self.state.arena, r.max_num_seqs, r.forward.buffers.step_words, depth=r.max_queue_depth + 1
         )
-        self.output_slots = OutputSlots(r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs)
-        self.logprob_slots = LogprobSlots(
+        self.grammar_masks = GrammarMasks(
             r.device,
-            count=r.max_queue_depth + 1,
+            r.device.stream("grammar"),
+            depth=r.max_queue_depth + 1,
             max_num_seqs=r.max_num_seqs,
-            max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
+            vocab_size=r.vocab_size,
         )
-        # [R] int32 zeros: nothing is rejected without drafts
+        self.output_slots = OutputSlots(r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs)
+        # [R] int32 zeros: nothing is rejected, and a request has one logits row, without drafts
+        self.local_positions = r.device.zeros((r.max_num_seqs,), torch.int32)
         self.num_rejected = r.device.zeros((r.max_num_seqs,), torch.int32)
         # [R + 1] int32: one logits row a request
         self.cu_num_logits = r.device.empty((r.max_num_seqs + 1,), torch.int32)
@@ -126,20 +134,31 @@ class ModelRunnerV2:
             self.resources.model,
             forward.buffers,
             batch,
-            None if key.uniform_decode else self.logits_indices[:num_reqs],
+            # in a decode batch row i is token i
+            (self.cu_num_logits if key.uniform_decode else self.logits_indices)[:num_reqs],
+            self.local_positions[:num_reqs],
+            uniform_decode=key.uniform_decode,
         )
         self.stats.num_steps += 1
         self.stats.num_graph_replays += replayed
-        self._pending = ExecuteModelState(scheduled, batch, forward_batch, self.sampler.plan(rows), holder)
+        self._pending = ExecuteModelState(
+            scheduled, batch, forward_batch, self.sampler.plan(scheduled, rows, knobs.sampler), holder
+        )
 
-    def sample_tokens(self) -> PinnedOutput:
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> PinnedOutput:
         """Sample, send the output on its way, and advance the rows."""
         assert self._pending is not None, "sample_tokens needs an execute_model before it"
         (scheduled, batch, forward_batch, plan, holder), self._pending = self._pending, None
+        if grammar is not None:
+            # one logits row a request, in scheduling order
+            self.grammar_masks.submit(grammar.batch_rows, holder)
         # [B, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
         sampled = self.device.empty((scheduled.num_reqs, 1), torch.int64)
         self.main.run(stages.SAMPLE, self._sample, holder, self.sampler, plan, sampled)
-        output = self._copy_output(scheduled, plan, holder, sampled)
+        logprobs = None
+        if plan.logprobs is not None:
+            logprobs = self._gather_logprobs(plan.logprobs, holder, forward_batch, sampled)
+        output = self._copy_output(scheduled, sampled, logprobs, plan.errors)
         self.main.run(
             stages.POST_UPDATE,
             self._post_update,
@@ -150,7 +169,9 @@ class ModelRunnerV2:
             sampled,
             self.num_rejected[: scheduled.num_reqs],
         )
-        self.upload.release(batch, self.main.record_event())
+        end_of_step = self.main.record_event()
+        self.upload.release(batch, end_of_step)
+        self.grammar_masks.release(end_of_step)
         return output
 
     def reset(self) -> None:
@@ -198,25 +219,46 @@ class ModelRunnerV2:
             has_prefill,
         )
 
+    def _gather_logprobs(
+        self, plan: LogprobPlan, holder: LogitsHolder, batch: ForwardBatch, sampled: torch.Tensor
+    ) -> StepLogprobs:
+        """Submit the log-probabilities of the sampled tokens and of the step's prompt tokens."""
+        step, arena = self.sampler.logprobs.transfers(plan, len(sampled)), self.state.arena
+        if step.narrow is not None or step.wide:
+            wide = [(row, step.wide[row.batch_row].tensors) for row in plan.wide]
+            narrow = step.narrow.tensors if step.narrow is not None else None
+            self.main.run(stages.SAMPLE, self._gather_sampled, holder, sampled, narrow, wide, arena["logprob_ids"])
+        if step.prompts:
+            self.main.run(
+                stages.PROMPT_LOGPROBS,
+                gather_prompt,
+                self.resources.model,
+                self.resources.forward.buffers.hidden,
+                batch.positions,
+                batch.idx_mapping,
+                batch.query_start_loc,
+                arena["token_ids"],
+                arena["prompt_len"],
+                [(chunk, transfer.tensors) for chunk, transfer in step.prompts],
+            )
+        return step
+
     def _copy_output(
-        self, scheduled: SchedulerOutput, plan: SamplingPlan, holder: LogitsHolder, sampled: torch.Tensor
+        self,
+        scheduled: SchedulerOutput,
+        sampled: torch.Tensor,
+        logprobs: StepLogprobs | None,
+        errors: dict[int, str],
     ) -> PinnedOutput:
         """Start the device-to-host copy before anything else of this step runs."""
-        num_reqs, width = scheduled.num_reqs, 1 + plan.num_logprobs
+        num_reqs = scheduled.num_reqs
         slot = self.output_slots.take()
-        pairs = [(slot[:num_reqs], sampled)]
-        pending = None
-        if width:
-            shapes = (((num_reqs, width), torch.int64), ((num_reqs, width), torch.float32), ((num_reqs,), torch.int64))
-            on_device = [self.device.empty(shape, dtype) for shape, dtype in shapes]
-            pending = self.logprob_slots.take(num_reqs, width)
-            self.main.run(stages.SAMPLE, self._gather_logprobs, holder, sampled, *on_device)
-            pairs += zip((pending.token_ids, pending.logprobs, pending.ranks), on_device, strict=True)
         stream = self.copy_stream if self.resources.knobs.output_copy == "side_stream" else self.main
         if stream is not self.main:
             stream.wait_event(self.main.record_event())
-        for target, source in pairs:
-            stream.copy(stages.OUTPUT_COPY, target, source)
+        stream.copy(stages.OUTPUT_COPY, slot[:num_reqs], sampled)
+        if logprobs is not None:
+            logprobs.submit_copies(stream)
         return PinnedOutput(
             step=scheduled.step,
             req_ids=scheduled.req_ids,
@@ -224,8 +266,9 @@ class ModelRunnerV2:
             done=stream.record_event(),
             slot=slot,
             slots=self.output_slots,
-            keep_alive=tuple(source for _, source in pairs),
-            logprobs=pending,
+            keep_alive=(sampled,),
+            logprobs=logprobs,
+            errors=errors,
         )
 
     # Device code: reads nothing but its arguments.
@@ -325,31 +368,36 @@ class ModelRunnerV2:
         model: CausalLM,
         buffers: ForwardBuffers,
         batch: UploadedBatch,
-        # [N], None = row i of the batch is token i
-        logits_indices: torch.Tensor | None,
+        # [N], [N]
+        logits_indices: torch.Tensor,
+        local_positions: torch.Tensor,
+        *,
+        uniform_decode: bool,
     ) -> None:
         num_reqs = batch.idx_mapping.shape[0]
-        if logits_indices is None:
+        if uniform_decode:
             hidden, positions = buffers.hidden[:num_reqs], buffers.positions[:num_reqs]
         else:
             hidden = buffers.hidden.index_select(0, logits_indices)
             positions = buffers.positions.index_select(0, logits_indices)
         holder.logits = model.compute_logits(hidden)
-        holder.ctx = SamplingContext(batch.idx_mapping, positions)
+        holder.ctx = SamplingContext(
+            batch.idx_mapping, batch.idx_mapping, positions, local_positions, logits_indices, buffers.input_ids
+        )
 
     @staticmethod
     def _sample(holder: LogitsHolder, sampler: Sampler, plan: SamplingPlan, sampled: torch.Tensor) -> None:
         sampler.sample(holder.logits, holder.ctx, plan, sampled.view(-1))
 
     @staticmethod
-    def _gather_logprobs(
+    def _gather_sampled(
         holder: LogitsHolder,
         sampled: torch.Tensor,
-        ids: torch.Tensor,
-        logprobs: torch.Tensor,
-        ranks: torch.Tensor,
+        narrow: LogprobTensors | None,
+        wide: list[tuple[WideRow, LogprobTensors]],
+        logprob_ids: torch.Tensor,
     ) -> None:
-        gather_logprobs(holder.logits, sampled.view(-1), ids, logprobs, ranks)
+        gather_sampled(holder.logits, sampled.view(-1), narrow, wide, logprob_ids)
 
     @staticmethod
     def _post_update(
