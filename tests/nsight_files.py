@@ -200,9 +200,9 @@ class NsightFile:
 def worked_example(schema: str = NEW, *, graph_rows: bool = False) -> NsightFile:
     """Return one step with a graph of 40 nodes, a launch on a second stream, and an orphan kernel.
 
-    In microseconds: ``step`` [0, 1000] holds ``forward`` [100, 300]; the graph's launch [110, 160] yields 40 nodes of 8 every 10 from 170; a
-    launch [200, 230] runs [215, 225] on stream 13; an orphan runs [600, 650]; a launch [295, 310] straddles the
-    end of ``forward`` and runs [700, 720]; a start/end range [50, 900] ends on another thread.
+    In microseconds: ``step`` [0, 1000] holds ``forward`` [100, 300]; the graph's launch [110, 160] yields 40 nodes of 8
+    every 10 from 170; a launch [200, 230] runs [215, 225] on stream 13; an orphan runs [600, 650]; a launch [295, 310]
+    straddles the end of ``forward`` and runs [700, 720]; a start/end range [50, 900] ends on another thread.
     """
     file = NsightFile(schema)
     us = 1000

@@ -35,10 +35,11 @@ UNREACHABLE = (
 
 
 def _requirements() -> list[str]:
-    """Return what a GPU machine installs: the required packages and those of nvtx and notebook."""
+    """Return what a GPU machine installs: the required packages and those of the optional parts."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = [Requirement(text) for text in project["dependencies"] + extras["nvtx"] + extras["notebook"]]
+    optional = [text for extra in ("nvtx", "trace", "structured", "notebook") for text in extras[extra]]
+    wanted = [Requirement(text) for text in project["dependencies"] + optional]
     kept = [r for r in wanted if r.name != project["name"] and (r.marker is None or r.marker.evaluate(TARGET))]
     return [f"{r.name}{'[' + ','.join(sorted(r.extras)) + ']' if r.extras else ''}{r.specifier}" for r in kept]
 

@@ -80,7 +80,8 @@ def _declared() -> tuple[set[str], set[str]]:
         return {Requirement(text).name.lower() for text in requirements}
 
     extras = project["optional-dependencies"]
-    return names(project["dependencies"]), names(extras["nvtx"] + extras["notebook"])
+    optional = [text for extra in ("nvtx", "trace", "structured", "notebook") for text in extras[extra]]
+    return names(project["dependencies"]), names(optional)
 
 
 def test_imported_packages_are_declared() -> None:

@@ -53,7 +53,7 @@ def test_options_reach_their_fields(given: dict, expected: dict) -> None:
         ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens"),
         ({"speculative_config": {"method": "medusa", "num_speculative_tokens": 2}}, "'medusa' is not supported"),
         ({"quantization": "fp8"}, "unquantised"),
-        ({"logits_processors": [print]}, "not supported yet"),
+        ({"logits_processors": print}, "list of classes"),
         ({"trust_remote_code": True}, "never run"),
         ({"max_num_seqs": "3"}, "an integer"),
         ({"max_num_seqs": True}, "an integer"),

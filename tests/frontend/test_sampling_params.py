@@ -50,8 +50,22 @@ def test_normal_forms() -> None:
         ({"seed": 2**63}, str(2**63 - 1)),
         ({"seed": 1.5}, "integer"),
         ({"max_tokens": 0}, ">= 1"),
-        ({"logprobs": 21}, "20"),
-        ({"logprobs": -1}, "from 0"),
+        ({"min_tokens": 17}, "max_tokens=16"),
+        ({"logprobs": -2}, "-1"),
+        ({"prompt_logprobs": 1.5}, "integer >= 0"),
+        ({"logprob_token_ids": [3, 3]}, "distinct"),
+        ({"logprobs": 1, "logprob_token_ids": [3]}, "exclude each other"),
+        ({"presence_penalty": 2.1}, r"\[-2, 2\]"),
+        ({"frequency_penalty": float("nan")}, r"\[-2, 2\]"),
+        ({"repetition_penalty": 0.0}, r"\(0, 2\]"),
+        ({"logit_bias": {3: 101.0}}, r"\[-100, 100\]"),
+        ({"logit_bias": {-1: 1.0}}, ">= 0"),
+        ({"allowed_token_ids": []}, "1 to 1024"),
+        ({"bad_words": [""]}, "empty"),
+        ({"bad_words": "no"}, "list"),
+        ({"thinking_token_budget": -1}, ">= 0"),
+        ({"thinking_end": ""}, "16 tokens"),
+        ({"extra_args": {1: 2}}, "dict"),
         ({"ignore_eos": 1}, "True or False"),
         ({"stop": [""]}, "empty"),
         ({"stop": [3]}, "string"),
@@ -70,16 +84,9 @@ def test_a_bad_value_names_itself_and_the_legal_range(given: dict, legal: str) -
 @pytest.mark.parametrize(
     "given",
     [
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
-        {"repetition_penalty": 1.1},
-        {"min_tokens": 3},
-        {"prompt_logprobs": 0},
-        {"logit_bias": {1: 2.0}},
-        {"allowed_token_ids": [1]},
-        {"bad_words": ["no"]},
         {"spaces_between_special_tokens": False},
-        {"structured_outputs": object()},
+        {"truncate_prompt_tokens": 3},
+        {"logits_processors": [print]},
     ],
 )
 def test_what_is_not_supported_is_refused_with_what_is(given: dict) -> None:
@@ -95,7 +102,7 @@ def test_neutral_values_of_unsupported_names_are_accepted() -> None:
 def test_an_unknown_name_gets_the_nearest_legal_one() -> None:
     with pytest.raises(RequestError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
-    assert "presence_penalty" not in supported_names()
+    assert "truncate_prompt_tokens" not in supported_names()
 
 
 def test_frozen_replaceable_picklable() -> None:

@@ -75,8 +75,7 @@ def check_rows(batch: InputBatch, requests: dict[str, CachedRequestState]) -> No
         (batch.min_p_reqs, lambda p: p.min_p > 0),
     ):
         assert members == {req_id for req_id, state in requests.items() if uses(state.sampling)}
-    wanted = {req_id: s.sampling.num_logprobs for req_id, s in requests.items() if s.sampling.num_logprobs >= 0}
-    assert batch.num_logprobs == wanted
+    assert batch.logprob_reqs == {req_id for req_id, s in requests.items() if s.sampling.num_logprobs >= 0}
 
 
 def test_a_new_request_takes_the_lowest_hole_then_the_end(batch: InputBatch) -> None:

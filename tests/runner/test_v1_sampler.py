@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mrv2.runner.async_logprobs import LogprobTensors
+from mrv2.runner.v1.logprobs import LogprobWork
 from mrv2.runner.v1.sampler import sample
 from mrv2.runner.v1.sampling_metadata import SamplingMetadata
 from mrv2_kernels.sampling.gumbel import gumbel_sample
@@ -63,7 +65,7 @@ def test_same_noise_gives_the_same_tokens(temperatures: str, features: str) -> N
         raw = logits.clone()
         drawn = torch.empty(NUM_ROWS, dtype=torch.int64)
         meta = metadata(temperature, seeds, **used)
-        sample(logits, positions, meta, drawn, ())
+        sample(logits, positions, meta, drawn)
         assert torch.equal(logits, raw), "the raw logits are left for the log-probabilities"
 
         rows = torch.arange(NUM_ROWS, dtype=torch.int32)
@@ -82,8 +84,8 @@ def test_arithmetic_is_float32_at_least(dtype: torch.dtype) -> None:
     logits, seeds, positions = problem(0, dtype)
     temperature = TEMPERATURES["mixed"]
     in_low, in_high = (torch.empty(NUM_ROWS, dtype=torch.int64) for _ in range(2))
-    sample(logits, positions, metadata(temperature, seeds), in_low, ())
-    sample(logits.float(), positions, metadata(temperature, seeds), in_high, ())
+    sample(logits, positions, metadata(temperature, seeds), in_low)
+    sample(logits.float(), positions, metadata(temperature, seeds), in_high)
     assert torch.equal(in_low, in_high)
 
 
@@ -92,12 +94,13 @@ def test_a_row_without_a_token_samples_minus_one_and_harms_no_other(temperatures
     logits, seeds, positions = problem(1, torch.float64)
     meta = metadata(TEMPERATURES[temperatures], seeds)
     clean, drawn = (torch.empty(NUM_ROWS, dtype=torch.int64) for _ in range(2))
-    sample(logits, positions, meta, clean, ())
+    sample(logits, positions, meta, clean)
     logits[3, 17] = float("nan")
     logits[20] = float("-inf")
     ids = torch.empty(NUM_ROWS, 3, dtype=torch.int64)
     logprobs, ranks = torch.empty(NUM_ROWS, 3), torch.empty(NUM_ROWS, dtype=torch.int64)
-    sample(logits, positions, meta, drawn, (ids, logprobs, ranks))
+    work = LogprobWork(torch.empty(0), LogprobTensors(ids, logprobs, ranks), [], [])
+    sample(logits, positions, meta, drawn, work)
     clean[[3, 20]] = -1
     assert torch.equal(drawn, clean)
 
@@ -113,7 +116,7 @@ def test_logprobs_are_those_of_the_raw_logits(num_best: int) -> None:
     mine, expected = (tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes) for _ in range(2))
     drawn = torch.empty(NUM_ROWS, dtype=torch.int64)
     meta = metadata(TEMPERATURES["mixed"], seeds, **FEATURES["all"])
-    sample(logits, positions, meta, drawn, mine)
+    sample(logits, positions, meta, drawn, LogprobWork(torch.empty(0), LogprobTensors(*mine), [], []))
     topk_logprobs(logits, drawn, *expected)
     assert torch.equal(mine[0], expected[0])
     torch.testing.assert_close(mine[1], expected[1])

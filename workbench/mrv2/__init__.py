@@ -8,6 +8,7 @@ from mrv2.config import EngineConfig, Knobs
 from mrv2.errors import ConfigError, EngineDeadError, ModelFileError, MRV2Error, RequestError, SyncError
 from mrv2.outputs import CompletionOutput, Logprob, RequestOutput
 from mrv2.sampling_params import RequestOutputKind, SamplingParams
+from mrv2.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from mrv2.llm import LLM
@@ -27,6 +28,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "SyncError",
     "Tokenizer",
 ]

@@ -13,13 +13,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from mrv2.commands import bench, chat, compare, doctor, generate, models
+from mrv2.commands import bench, chat, compare, doctor, generate, models, record, trace
 from mrv2.errors import ConfigError, MRV2Error
 from mrv2_models.errors import ModelFileError, ShardError, UnsupportedModelError
 
 OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # each adds its own parser; what is heavy is imported when it runs
-COMMANDS = (generate, chat, compare, bench, models, doctor)
+COMMANDS = (generate, chat, compare, bench, record, trace, models, doctor)
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -42,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
     args = build_parser().parse_args(argv)
+    # for a command that starts itself anew
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return args.run(args)
     except (MRV2Error, ModelFileError, UnsupportedModelError, ShardError, OSError, ValueError, RuntimeError) as error:

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from mrv2.errors import ConfigError, nearest
 
 EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes the output
+# values of the knob `sampler` that draw the same tokens, as does runner v1
+SAME_TOKEN_SAMPLERS = ("gumbel_fused", "gumbel_two_pass", "softmax_race")
 
 
 def _knob(default: Any, effect: EffectClass, help: str, look_for: str, values: tuple[Any, ...] = ()) -> Any:
@@ -62,6 +64,22 @@ class Knobs:
         "Stream on which sampled tokens travel to the host.",
         "main_stream: the copy stands in the main lane, before post_update, instead of beside it.",
     )
+    sampler: Literal["gumbel_fused", "gumbel_two_pass", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
+        "gumbel_fused",
+        "D",
+        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits. "
+        "gumbel_two_pass: fp32 copy, temperature, masks, noise and arg-max by block, arg-max of the blocks. "
+        "softmax_race: probabilities divided by exponential noise. These three draw the same tokens; gumbel_blocked "
+        "(noise for one block of tokens only) and torch_sort (plain torch) draw others of the same distribution.",
+        "The length of the sample stage, and how many kernels it launches.",
+    )
+    grammar_overlap: Literal["deferred", "blocking"] = _knob(
+        "deferred",
+        "T",
+        "When the masks of structured outputs are made, which takes the tokens of the step before: while the forward "
+        "pass runs, or before anything of the step is launched. Either way at most two steps are in flight.",
+        "deferred: fill_grammar_mask stands under the forward. blocking: the device idles through the wait and fill.",
+    )
     attention: Literal["triton", "sdpa"] = _knob(
         "triton",
         "T",
@@ -91,6 +109,15 @@ class Knobs:
     def drafting(self) -> bool:
         """True if requests get drafts."""
         return self.spec_method != "off" and self.num_spec_tokens > 0
+        if self.runner == "v1" and self.sampler not in SAME_TOKEN_SAMPLERS:
+            raise ConfigError(
+                f"runner='v1' cannot draw the tokens of sampler={self.sampler!r}: set sampler='softmax_race', which is "
+                "what it does, or one that draws the same tokens, or runner='v2'"
+            )
+
+    def promises_tokens_of(self, other: Knobs) -> bool:
+        """Say whether both settings give a request the same tokens, and not just the same distribution."""
+        return self.sampler == other.sampler or {self.sampler, other.sampler} <= set(SAME_TOKEN_SAMPLERS)
 
     @property
     def depth(self) -> int:
@@ -142,12 +169,20 @@ class EngineConfig:
     # largest prefill chunk of one request in a step; 0 = only the token budget limits it
     long_prefill_token_threshold: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    # folder of the tokenizer, if it is not the model's; the engine reads it for structured outputs
+    tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     # most drafts a request may get in a step: 0 = the engine cannot speculate
     max_num_spec_tokens: int = 0
     # shortest and longest suffix that spec_method="ngram" looks for, in tokens
     ngram_min: int = 2
     ngram_max: int = 4
+    # library for structured outputs: "auto" = loaded by the first request that needs it, "xgrammar" = at once
+    grammar_backend: Literal["auto", "xgrammar"] = "auto"
+    # classes, or texts "module:Class", beside those of installed packages (`mrv2.logits_processor`)
+    logits_processors: tuple = ()
+    # most log-probabilities a position may ask for; -1 = the whole vocabulary
+    max_logprobs: int = 20
     # run Scheduler.check() after every step
     debug_checks: bool = False
     knobs: Knobs = field(default_factory=Knobs)
@@ -166,6 +201,8 @@ class EngineConfig:
                 f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must satisfy 1 <= min <= max <= 16"
             )
         self.check_knobs(self.knobs)
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs={self.max_logprobs} must be at least 0, or -1 (the whole vocabulary)")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32", "float64"):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from tqdm.auto import tqdm
 
@@ -18,7 +18,7 @@ from mrv2.engine.connect import EnginePlace, make_client
 from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
 from mrv2.engine.output_processor import OutputProcessor, ProcessedOutputs
 from mrv2.engine.service import CoreFactory, make_core
-from mrv2.errors import EngineDeadError, RequestError
+from mrv2.errors import ConfigError, EngineDeadError, RequestError
 from mrv2.instrument import Span, stage, stages
 from mrv2.options import build_config
 from mrv2.outputs import RequestOutput
@@ -33,6 +33,9 @@ from mrv2.prompts import (
 from mrv2.sampling_params import RequestOutputKind, SamplingParams
 from mrv2.tokenizer import Tokenizer
 from mrv2_models.registry import resolve_model
+
+if TYPE_CHECKING:
+    from mrv2.record import Level, Recording
 
 # how long one wait for the engine lasts before the caller looks whether its requests were aborted
 _POLL_SECONDS = 0.2
@@ -59,7 +62,7 @@ class LLM:
         core_factory: CoreFactory = make_core,
         **options: Any,
     ) -> None:
-        config = build_config(str(model), **options)
+        config = build_config(str(model), tokenizer=None if tokenizer is None else str(tokenizer), **options)
         folder = resolve_model(model).folder
         text_folder = tokenizer or folder
         self.tokenizer: Tokenizer | None = None
@@ -175,8 +178,28 @@ class LLM:
         """Return a consistent picture of the engine between two steps."""
         return self.client.snapshot()
 
-    def record(self, on: bool = True) -> list[Span]:
-        """Start recording stages, or with ``on=False`` stop and return the spans."""
+    @overload
+    def record(self, on: bool) -> list[Span]: ...
+    @overload
+    def record(self, on: None = None, *, steps: int | None = None, level: Level = "stages") -> Recording: ...
+
+    def record(
+        self, on: bool | None = None, *, steps: int | None = None, level: Level = "stages"
+    ) -> list[Span] | Recording:
+        """Return a context manager that records what the engine does inside its block (see `mrv2.record.record`).
+
+        With ``on=True`` start recording stages without a block; with ``on=False`` stop that and return the spans.
+
+        Args:
+            steps: stop after that many turns of the engine's loop.
+            level: "stages", "kernels" or "nsight"; the latter two need ``engine="inproc"``.
+        """
+        if on is None:
+            from mrv2.record import record
+
+            return record(steps, level, llm=self)
+        if steps is not None or level != "stages":
+            raise ConfigError(f"record({on}) takes neither steps nor level; leave it out for a context manager")
         return self.client.record(on)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.errors import ConfigError, nearest
-from mrv2.sampling_params import MAX_LOGPROBS
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
@@ -99,14 +98,34 @@ def _speculative_options(value: Any) -> dict[str, Any]:
     if "num_speculative_tokens" not in value:
         raise ConfigError("speculative_config needs num_speculative_tokens, the drafts of a request in a step")
     return options | {"spec_method": _SPECULATIVE_METHODS[method]}
+def _structured_outputs_config(value: Any) -> str | None:
+    """Only the library can be chosen."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"structured_outputs_config={value!r} must be a dict {{'backend': 'auto' or 'xgrammar'}}")
+    for key in value:
+        if key != "backend":
+            raise ConfigError(
+                f"structured_outputs_config key {key!r} is not supported{nearest(str(key), ['backend'])}; "
+                "the one legal key is 'backend'"
+            )
+    return value.get("backend")
+
+
+def _logits_processors(value: Any) -> tuple[Any, ...] | None:
+    """A list of classes or of texts ``module:Class``; what they are is checked when the engine loads them."""
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"logits_processors={value!r} must be a list of classes or of texts 'module:Class'")
+    return tuple(value) or None
 
 
 _RENAMED = {
+    "logits_processors": Option("logits_processors", _logits_processors),
     "num_gpu_blocks_override": Option("num_gpu_blocks"),
     "enforce_eager": Option("knobs.cuda_graphs", _enforce_eager),
     "compilation_config": Option("knobs.cuda_graphs", _compilation_config),
     "dtype": Option("dtype", _dtype),
     "load_format": Option("load_format", _load_format),
+    "structured_outputs_config": Option("grammar_backend", _structured_outputs_config),
 }
 
 OPTIONS: dict[str, Option] = {
@@ -125,8 +144,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "data_parallel_size": (1, "the engine runs on one device"),
     "enable_expert_parallel": (False, "the engine runs on one device"),
     "distributed_executor_backend": (None, "the engine runs on one device"),
-    "logits_processors": (None, "logits processors are not supported yet"),
-    "structured_outputs_config": (None, "structured outputs are not supported yet"),
     "quantization": (None, "weights are used as they are, unquantised"),
     "kv_cache_dtype": ("auto", "the KV cache has the model's dtype"),
     "trust_remote_code": (False, "code from a model folder is never run"),
@@ -140,7 +157,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "enable_lora": (False, "adapters are not supported yet"),
     "limit_mm_per_prompt": (None, "models take text only"),
     "mm_processor_kwargs": (None, "models take text only"),
-    "max_logprobs": (MAX_LOGPROBS, "the limit is fixed"),
     "disable_log_stats": (True, "statistics are read with snapshot()"),
     "kv_transfer_config": (None, "the KV cache stays on its device"),
     "cudagraph_capture_sizes": (None, "the engine chooses its own buckets"),

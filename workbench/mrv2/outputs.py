@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mrv2.engine.messages import FinishReason
 
@@ -71,5 +71,5 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     # prompt tokens found in the prefix cache
     num_cached_tokens: int = 0
-    # always None: prompt log-probabilities are not served
-    prompt_logprobs: None = field(default=None)
+    # one dict per prompt token, None for the first; None if none were asked for, with DELTA in the first output only
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

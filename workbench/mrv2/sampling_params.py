@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mrv2.errors import RequestError, nearest
+from mrv2.structured_outputs import StructuredOutputsParams, normalise
 
 # below this a temperature means greedy decoding
 GREEDY_EPS = 1e-5
+# default of the engine's option max_logprobs
 MAX_LOGPROBS = 20
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+# what a row of device state holds: ids in a list, stop ids, forbidden sequences and their tokens, marker tokens
+MAX_IDS, MAX_STOP_IDS, MAX_LOGPROB_IDS = 1024, 128, 128
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS, MAX_MARKER_TOKENS = 128, 1024, 16
 
 # vLLM's names that this engine knows but does not serve yet -> the value that means "off"
 UNSUPPORTED: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
-    "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
     "spaces_between_special_tokens": True,
     "truncate_prompt_tokens": None,
-    "structured_outputs": None,
     "logits_processors": None,
-    "extra_args": None,
 }
 
 
@@ -48,14 +43,21 @@ class SamplingParams:
     """Sampling parameters of one request, checked when made; a bad value raises `RequestError`.
 
     A frozen object may be shared by any number of requests; `replace` makes a changed copy.
-    After construction ``stop`` and ``stop_token_ids`` are tuples.  Temperatures below 1e-5 mean
+    After construction every list is a tuple.  Temperatures below 1e-5 mean
     greedy decoding and set ``temperature=0, top_p=1, top_k=0, min_p=0``.
+
+    The logits are changed in this order: grammar, allowed tokens, bias, minimum length, penalties, bad words,
+    logits processors, thinking budget, temperature, min_p, top_k, top_p.  Log-probabilities are those of
+    the logits before all of it but the grammar.
     """
 
     # sequences per prompt, each with its own seed
     n: int = 1
+    # [-2, 2]; subtracted from the logit of each token that was generated before
     presence_penalty: float = 0.0
+    # [-2, 2]; the same, times the number of times that it was generated
     frequency_penalty: float = 0.0
+    # (0, 2]; 1 = off; positive logits of tokens in prompt or output are divided by it, others multiplied
     repetition_penalty: float = 1.0
     # >= 0; 0 = greedy
     temperature: float = 1.0
@@ -74,10 +76,14 @@ class SamplingParams:
     ignore_eos: bool = False
     # None = up to the engine's max_model_len
     max_tokens: int | None = 16
+    # tokens before which nothing may end the sequence: stop ids are masked, stop strings not looked for
     min_tokens: int = 0
-    # None = no log-probabilities; k = those of the sampled token and of the k most likely
+    # None = no log-probabilities; k = those of the sampled token and of the k most likely; -1 = of all
     logprobs: int | None = None
+    # the same for every token of the prompt but the first
     prompt_logprobs: int | None = None
+    # log-probabilities of the sampled token and of these, instead of the most likely
+    logprob_token_ids: Sequence[int] | None = None
     # False = token ids only, the text stays empty
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -86,11 +92,21 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: Any = None
+    # the form of the text; a dict of its fields will do
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    # token id -> number in [-100, 100] that is added to its logit
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    # None = every token
+    allowed_token_ids: Sequence[int] | None = None
+    # texts, or lists of token ids, that must not be generated; the prompt may hold their beginning
+    bad_words: Sequence[str | Sequence[int]] | None = None
+    # generated tokens between the two markers after which the end marker is forced; None = no limit
+    thinking_token_budget: int | None = None
+    # text or token ids
+    thinking_start: str | Sequence[int] = "<think>"
+    thinking_end: str | Sequence[int] = "</think>"
     logits_processors: Any = None
+    # arguments of the engine's logits processors, by their names
     extra_args: dict[str, Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
@@ -146,10 +162,17 @@ class SamplingParams:
         if not _is_sequence(ids) or not all(_is_int(i) and i >= 0 for i in ids):
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids, each >= 0")
         self._set(stop=tuple(stop), stop_token_ids=tuple(int(i) for i in ids))
+        for name in ("allowed_token_ids", "logprob_token_ids", "thinking_start", "thinking_end", "bad_words"):
+            if isinstance(getattr(self, name), list):
+                self._set(**{name: tuple(getattr(self, name))})
+        for name in ("bad_words", "logit_bias", "extra_args"):
+            if getattr(self, name) is not None and len(getattr(self, name)) == 0:
+                self._set(**{name: None})
         if self.seed == -1 and not isinstance(self.seed, bool):
             self._set(seed=None)
         if self.top_k == -1 and not isinstance(self.top_k, bool):
             self._set(top_k=0)
+        self._set(structured_outputs=normalise(self.structured_outputs))
         if self.logprobs is True:
             self._set(logprobs=1)
 
@@ -164,14 +187,54 @@ class SamplingParams:
         _check("seed", self.seed, seed_ok, f"None or an integer from {SEED_MIN} to {SEED_MAX}")
         max_ok = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
         _check("max_tokens", self.max_tokens, max_ok, "an integer >= 1, or None (up to max_model_len)")
-        logprobs_ok = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
-        _check("logprobs", self.logprobs, logprobs_ok, f"None or an integer from 0 to {MAX_LOGPROBS}")
+        min_ok = _is_int(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens)
+        _check("min_tokens", self.min_tokens, min_ok, f"an integer from 0 to max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and value >= -1)
+            _check(name, value, ok, "None, an integer >= 0, or -1 (the whole vocabulary)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(
+                name, getattr(self, name), _in_range(getattr(self, name), -2.0, 2.0), "a number in [-2, 2] (0 = off)"
+            )
+        repetition_ok = _in_range(self.repetition_penalty, 0.0, 2.0) and self.repetition_penalty > 0.0
+        _check("repetition_penalty", self.repetition_penalty, repetition_ok, "a number in (0, 2] (1 = off)")
+        self._check_lists()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         kinds = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
         _check("output_kind", self.output_kind, isinstance(self.output_kind, RequestOutputKind), f"one of {kinds}")
         if self.stop and not self.detokenize:
             raise RequestError(f"stop={list(self.stop)!r} needs the text: set detokenize=True or use stop_token_ids")
+
+    def _check_lists(self) -> None:
+        bias: Any = self.logit_bias
+        bias_ok = bias is None or (
+            isinstance(bias, dict)
+            and len(bias) <= MAX_IDS
+            and all(_is_int(i) and i >= 0 and _in_range(value, -100.0, 100.0) for i, value in bias.items())
+        )
+        _check("logit_bias", bias, bias_ok, f"a dict of at most {MAX_IDS} token ids >= 0 to numbers in [-100, 100]")
+        allowed, wanted, words = self.allowed_token_ids, self.logprob_token_ids, self.bad_words
+        ok = allowed is None or _are_ids(allowed, MAX_IDS)
+        _check("allowed_token_ids", allowed, ok, f"None or a list of 1 to {MAX_IDS} distinct token ids >= 0")
+        ok = wanted is None or _are_ids(wanted, MAX_LOGPROB_IDS)
+        _check("logprob_token_ids", wanted, ok, f"None or a list of 1 to {MAX_LOGPROB_IDS} distinct token ids >= 0")
+        if wanted is not None and self.logprobs is not None:
+            raise RequestError(f"logprobs={self.logprobs} and logprob_token_ids exclude each other: give one of them")
+        legal = f"None or a list of at most {MAX_BAD_WORDS} texts or lists of token ids, none of them empty"
+        ok = words is None or (_is_sequence(words) and len(words) <= MAX_BAD_WORDS and all(map(_is_marker, words)))
+        _check("bad_words", words, ok, legal)
+        budget = self.thinking_token_budget
+        _check("thinking_token_budget", budget, budget is None or (_is_int(budget) and budget >= 0), "None or >= 0")
+        for name in ("thinking_start", "thinking_end"):
+            ok = _is_marker(getattr(self, name))
+            _check(
+                name, getattr(self, name), ok, f"a text or a list of token ids, 1 to {MAX_MARKER_TOKENS} tokens long"
+            )
+        args: Any = self.extra_args
+        ok = args is None or (isinstance(args, dict) and all(isinstance(name, str) for name in args))
+        _check("extra_args", args, ok, "None or a dict from names to values")
 
 
 def supported_names() -> list[str]:
@@ -187,6 +250,18 @@ def _is_neutral(value: Any, neutral: Any) -> bool:
 
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple))
+
+
+def _are_ids(value: Any, most: int) -> bool:
+    is_list = _is_sequence(value) and 1 <= len(value) <= most
+    return is_list and all(_is_int(i) and i >= 0 for i in value) and len(set(value)) == len(value)
+
+
+def _is_marker(value: Any) -> bool:
+    """True for a text or a list of token ids that is not empty."""
+    if isinstance(value, str):
+        return bool(value)
+    return _is_sequence(value) and bool(value) and all(_is_int(i) and i >= 0 for i in value)
 
 
 def _is_int(value: Any) -> bool:

@@ -157,7 +157,7 @@ def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
     pointers = ("input_ids", "positions", "seq_lens", "slot_mapping", "out_table", "idx_mapping", "num_computed_tokens")
     signature = {f"{name}_ptr": "*i32" for name in (*pointers, "block_tables", "num_blocks")}
-    numbers = {name: "i32" for name in ("out_stride", "table_stride", "num_reqs", "row_len")}
+    numbers = dict.fromkeys(("out_stride", "table_stride", "num_reqs", "row_len"), "i32")
     return [
         AotCase(
             kernel=_decode_inputs_kernel,

@@ -30,11 +30,17 @@ def lane_maxima(row_ptr, vocab, lanes_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def lane_floor(lanes_ptr, top, rank, BLOCK: tl.constexpr):
+    """Return `floor_of` the BLOCK lane maxima in memory."""
+    floor, reaching = floor_of(tl.load(lanes_ptr + tl.arange(0, BLOCK)), top, rank)
+    return floor, reaching
+
+
+@triton.jit
+def floor_of(lanes, top, rank):
     """Return a logit that at least `rank` but not many more lanes reach, and how many lanes reach it.
 
-    If fewer than `rank` lanes are finite it is the lowest finite one.
+    If fewer than `rank` lanes are finite it is the lowest finite one; `top` is the largest.
     """
-    lanes = tl.load(lanes_ptr + tl.arange(0, BLOCK))
     floor = tl.min(tl.where(lanes > float("-inf"), lanes, top), axis=0)
     reaching = tl.sum((lanes >= floor).to(tl.int32), axis=0)
     ceiling = top

@@ -20,6 +20,23 @@ _MAX_VOCAB = 1 << 24
 
 
 @triton.jit
+def gumbel_score(logits, temperature, seed, position, token, SCALED: tl.constexpr):
+    """Return ``logits / temperature + g`` of tokens (any shape), in the dtype of `logits`: float32 or float64.
+
+    `SCALED` logits are divided already.  All variants that promise the same tokens compare this.
+    """
+    if logits.dtype == tl.float64:
+        noise = exponential_fp64(seed, position, token)
+        if not SCALED:
+            logits = logits / temperature.to(tl.float64)
+    else:
+        noise = exponential_fp32(seed, position, token)
+        if not SCALED:
+            logits = tl.div_rn(logits, temperature)
+    return logits - tl.log(noise)
+
+
+@triton.jit
 def _block_argmax_kernel(
     partial_ptr,
     logits_ptr,
@@ -41,17 +58,7 @@ def _block_argmax_kernel(
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     if temperature != 0.0:
-        seed = tl.load(seeds_ptr + slot)
-        position = tl.load(positions_ptr + row)
-        if partial_ptr.dtype.element_ty == tl.float64:
-            noise = exponential_fp64(seed, position, token)
-            if not SCALED:
-                score = score / temperature.to(tl.float64)
-        else:
-            noise = exponential_fp32(seed, position, token)
-            if not SCALED:
-                score = tl.div_rn(score, temperature)
-        score = score - tl.log(noise)
+        score = gumbel_score(score, temperature, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), token, SCALED)
     has_nan = tl.max((score != score).to(tl.int32), axis=0) > 0
     best, index = tl.max(score, axis=0, return_indices=True)
     best = tl.where(has_nan, float("nan"), best)
@@ -97,7 +104,7 @@ def gumbel_sample_triton(
     which then only tells greedy rows from random ones.  Arithmetic is float64 for float64 logits,
     else float32.
     """
-    num_rows, vocab = _check(logits)
+    num_rows, vocab = check_logits(logits)
     if num_rows == 0:
         return
     num_blocks = cdiv(vocab, _BLOCK)
@@ -136,7 +143,7 @@ def gumbel_sample_torch(
     scaled: bool = False,
 ) -> None:
     """Torch reference of `gumbel_sample`."""
-    num_rows, vocab = _check(logits)
+    num_rows, vocab = check_logits(logits)
     if num_rows == 0:
         return
     score = logits.to(accumulator_dtype(logits.dtype))
@@ -154,7 +161,8 @@ def gumbel_sample_torch(
 gumbel_sample = dispatch(gumbel_sample_triton, gumbel_sample_torch)
 
 
-def _check(logits: torch.Tensor) -> tuple[int, int]:
+def check_logits(logits: torch.Tensor) -> tuple[int, int]:
+    """Return rows and vocabulary of [N, V] logits that the sampling kernels can take."""
     assert logits.stride(1) == 1, f"logits have inner stride {logits.stride(1)}: their rows must be contiguous"
     assert logits.shape[1] < _MAX_VOCAB, f"vocabulary of {logits.shape[1]} must be below {_MAX_VOCAB}"
     return logits.shape[0], logits.shape[1]

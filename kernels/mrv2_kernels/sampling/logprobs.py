@@ -13,9 +13,12 @@ from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.sampling._select import collect, lane_floor, lane_maxima
+from mrv2_kernels.sampling.token_logprobs import token_logprobs_triton
 
 _BLOCK = 4096
 _NUM_WARPS = 16
+# more than so many are found by sorting the row
+_MAX_SEARCHED = 256
 
 
 @triton.jit
@@ -114,6 +117,10 @@ def topk_logprobs_triton(
     """
     num_rows, vocab = _check(logits, out_ids)
     if num_rows == 0:
+        return
+    if out_ids.shape[1] - 1 > _MAX_SEARCHED:
+        best = logits.sort(dim=1, descending=True, stable=True).indices[:, : out_ids.shape[1] - 1]
+        token_logprobs_triton(logits, sampled, best, out_ids, out_logprobs, out_ranks)
         return
     scratch = torch.empty(num_rows, 3, _BLOCK, dtype=accumulator_dtype(logits.dtype), device=logits.device)
     _topk_logprobs_kernel[(num_rows,)](

@@ -107,6 +107,18 @@ def exponential_fp64(seed, position, token):
 
 
 @triton.jit
+def loose_log2_uniform(seed, position, token):
+    """Return y with ``y <= 2^23 (log2(u) + 159) < y + 0.09 * 2^23``, for a bound on g without a logarithm.
+
+    A float's bits, read as an integer, are 2^23 times its exponent plus a chord below its logarithm.
+    As ``-log(1 - u) >= u``, the Gumbel noise is at most ``-log(u)``, so ``g log2(e) <= 159 - 2^-23 y``
+    but for the rounding of y, a relative 2^-23.
+    """
+    r = _hash(seed, position, token, 0)
+    return r.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _exponential_kernel(out_ptr, out_stride, seeds_ptr, positions_ptr, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -144,9 +156,13 @@ def exponential_noise_torch(
 ) -> None:
     """Torch reference of `exponential_noise`."""
     _, vocab = _check(out)
-    first = _hash_torch(seeds, positions, vocab, _FIRST_DOMAIN)
+    _exponential_into(out, seeds, positions, torch.arange(vocab, dtype=torch.int32, device=seeds.device))
+
+
+def _exponential_into(out: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+    first = _hash_torch(seeds, positions, tokens, _FIRST_DOMAIN)
     if out.dtype == torch.float64:
-        second = _hash_torch(seeds, positions, vocab, _SECOND_DOMAIN)
+        second = _hash_torch(seeds, positions, tokens, _SECOND_DOMAIN)
         u, rest = _unit_fp64_torch(first, second), _unit_fp64_torch(~first, ~second)
     else:
         u, rest = _unit_fp32_torch(first), _unit_fp32_torch(~first)
@@ -166,8 +182,22 @@ def gumbel_noise_torch(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return g [N, vocab] of `dtype` (float32 or float64)."""
-    noise = torch.empty(seeds.shape[0], vocab, dtype=dtype, device=seeds.device)
-    exponential_noise_torch(noise, seeds, positions)
+    tokens = torch.arange(vocab, dtype=torch.int32, device=seeds.device)
+    return gumbel_noise_of_torch(seeds, positions, tokens.unsqueeze(0), dtype)
+
+
+def gumbel_noise_of_torch(
+    # [N] int64
+    seeds: torch.Tensor,
+    # [N] int32
+    positions: torch.Tensor,
+    # [N, W] or [1, W] int32
+    tokens: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return g [N, W] of the given tokens, in `dtype` (float32 or float64)."""
+    noise = torch.empty(seeds.shape[0], tokens.shape[1], dtype=dtype, device=seeds.device)
+    _exponential_into(noise, seeds, positions, tokens)
     return noise.log_().neg_()
 
 
@@ -190,12 +220,12 @@ def _absorb_torch(h: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
     return _rotate_left_torch(h ^ word, 13).mul_(5).add_(_signed(_C3))
 
 
-def _hash_torch(seeds: torch.Tensor, positions: torch.Tensor, vocab: int, domain: int) -> torch.Tensor:
-    """Return the hash [N, vocab] as int32 bits; int32 products wrap like the kernel's uint32 ones."""
+def _hash_torch(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, domain: int) -> torch.Tensor:
+    """Return the hash [N, W] of `tokens` ([W] or [N, W]) as int32 bits; products wrap as the kernel's do."""
     h = torch.full_like(positions, domain, dtype=torch.int32)
     for word in (seeds.to(torch.int32), (seeds >> 32).to(torch.int32), positions.to(torch.int32)):
         h = _absorb_torch(h, word)
-    h = _absorb_torch(h.unsqueeze(1), torch.arange(vocab, dtype=torch.int32, device=seeds.device))
+    h = _absorb_torch(h.unsqueeze(1), tokens)
     h = _shift_xor_torch(h.bitwise_xor_(_NUM_BYTES), 16).mul_(_signed(_F1))
     h = _shift_xor_torch(h, 13).mul_(_signed(_F2))
     return _shift_xor_torch(h, 16)

@@ -94,15 +94,20 @@ def _top_k_top_p_kernel(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    acc: tl.constexpr = scratch_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     top_k = tl.load(top_k_ptr + slot)
     top_p = tl.load(top_p_ptr + slot)
+    truncate_row(logits_ptr + row * logits_stride, vocab, scratch_ptr + row * 3 * BLOCK, top_k, top_p, FEW, BLOCK)
+
+
+@triton.jit
+def truncate_row(row_ptr, vocab, scratch_ptr, top_k, top_p, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """Apply top-k, then top-p to one row in place; scratch holds 3 BLOCK numbers of the accumulator's type."""
+    acc: tl.constexpr = scratch_ptr.dtype.element_ty
     top_k = tl.where(top_k < vocab, tl.maximum(top_k, 0), 0)
     if (top_k > 0) | (top_p < 1.0):
-        row_ptr = logits_ptr + row * logits_stride
-        lanes_ptr = scratch_ptr + row * 3 * BLOCK
+        lanes_ptr = scratch_ptr
         values_ptr = lanes_ptr + BLOCK
         ids_ptr = values_ptr + BLOCK
         top, has_nan = lane_maxima(row_ptr, vocab, lanes_ptr, BLOCK)

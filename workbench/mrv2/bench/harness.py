@@ -195,10 +195,15 @@ def same_tokens(results: Sequence[VariantResult]) -> bool:
 def disagreements(
     core: EngineCore, workload: Workload, results: Sequence[VariantResult]
 ) -> list[tuple[str, Difference]]:
-    """Return (label, difference) for each request of a run that parts from the very first run's tokens."""
+    """Return (label, difference) for each request of a run that parts from the very first run's tokens.
+
+    Settings that promise no more than the same distribution are left out.
+    """
     first, judged, found = results[0].runs[0], set[str](), []
     judged.add(first.digest)
     for result in results:
+        if not result.variant.knobs.promises_tokens_of(results[0].variant.knobs):
+            continue
         for run in result.runs:
             if run.digest not in judged:
                 judged.add(run.digest)

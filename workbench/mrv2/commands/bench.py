@@ -14,7 +14,6 @@ from mrv2.commands.printing import note
 from mrv2.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mrv2.bench.workloads import Workload
     from mrv2.device import Device
 
 # what a machine can serve in minutes: (model, scale)
@@ -34,6 +33,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", default="c", metavar="NAMES", help="one or several, as in a,b (default: c)")
     parser.add_argument("--list", action="store_true", help="list the workloads and leave")
+    parser.add_argument(
+        "--samplers", action="store_true", help="measure the values of the knob sampler on random logits instead (CUDA)"
+    )
     add_model_flag(parser, None, "default: qwen3-0.6b with random weights on CUDA, tiny-qwen3 on the host")
     parser.add_argument(
         "--scale", type=int, metavar="N", help="divide counts and lengths by N (default: 1 on CUDA, 16 on the host)"
@@ -74,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         # a folder that cannot be made should not cost a measurement
         record_path.parent.mkdir(parents=True, exist_ok=True)
     options = given_options(args)
+    if args.samplers:
+        return _measure_samplers(options.pop("device", "auto"), record_path)
 
     from mrv2.bench.record import headline, write_record
     from mrv2.commands.bench_report import report
@@ -92,6 +96,24 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(headline(record)))
     found = [each["differences"] for each in record["workloads"] if each["differences"] is not None]
     return int(any(each["num_ties"] < each["num_requests"] for each in found))
+
+
+def _measure_samplers(device_type: Any, record_path: Path | None) -> int:
+    """Measure the ways to draw a token and print a table; return 0."""
+    from mrv2.bench.record import write_record
+    from mrv2.bench.samplers import headline, measure_samplers, report
+    from mrv2.device import make_device
+
+    device = make_device(device_type)
+    try:
+        record = measure_samplers(device, progress=note)
+    finally:
+        device.close()
+    print(report(record))
+    if record_path is not None:
+        write_record(record, record_path)
+    print(json.dumps(headline(record)))
+    return 0
 
 
 def varied_knobs(args: argparse.Namespace, device_type: str) -> dict[str, list[Any]]:
@@ -129,7 +151,9 @@ def _measure(
     model, scale = args.model or default_model, args.scale or default_scale
     found = resolve_model(model)
     workloads = [make_workload(name, vocab_size=found.config.vocab_size, scale=scale) for name in names]
-    sizes = _engine_sizes(workloads, found.config.max_model_len, device.type)
+    num_requests = max(len(workload.requests) for workload in workloads)
+    longest = max(workload.longest for workload in workloads)
+    sizes = engine_sizes(num_requests, longest, found.config.max_model_len, device.type)
     config = build_config(model, device=device.type, **{**sizes, **options})
     variants, refused = make_variants(config.knobs, axes)
     for text in refused:
@@ -153,12 +177,15 @@ def _measure(
     return make_record(core, limits, results)
 
 
-def _engine_sizes(workloads: Sequence[Workload], longest_of_model: int, device_type: str) -> dict[str, int]:
-    """Return load-time sizes: the same on every GPU; on the host just what the workloads need."""
+def engine_sizes(num_requests: int, longest: int, longest_of_model: int, device_type: str) -> dict[str, int]:
+    """Return load-time sizes: the same on every GPU; on the host just what the requests need.
+
+    Args:
+        longest: tokens of the longest request, prompt and output together.
+    """
     if device_type == "cuda":
         return {"max_num_seqs": 256, "max_model_len": min(_CONTEXT, longest_of_model)}
-    max_num_seqs = min(256, max(len(workload.requests) for workload in workloads))
-    longest = max(workload.longest for workload in workloads)
+    max_num_seqs = min(256, num_requests)
     return {
         "max_num_seqs": max_num_seqs,
         "max_model_len": min(longest + 1, longest_of_model),

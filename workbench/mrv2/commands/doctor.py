@@ -155,6 +155,7 @@ def _instruments() -> list[Finding]:
     status = nvtx_status()
     nvtx = package_version("nvtx")
     found = [Finding("OK" if nvtx else "note", "nvtx", f"{nvtx or 'not installed'}; ranges are {status}")]
+    found.append(_nsys())
     transformers = package_version("transformers")
     text = transformers or "not installed: needed by the model tests only"
     found.append(Finding("OK" if transformers else "note", "transformers", text))
@@ -162,6 +163,18 @@ def _instruments() -> list[Finding]:
     remedy = "" if lab else "pip install 'mrv2-workbench[notebook]'"
     found.append(Finding("OK" if lab else "note", "jupyterlab", lab or "not installed: no notebooks", remedy))
     return found
+
+
+def _nsys() -> Finding:
+    from mrv2.trace.readers.nsys_rep import find_nsys
+    from mrv2.trace.table import TraceError
+
+    try:
+        program = find_nsys()
+    except TraceError as error:
+        return Finding("note", "nsys", str(error))
+    missing = "not found: `mrv2 record --level nsight` needs it (set MRV2_NSYS)"
+    return Finding("OK" if program else "note", "nsys", program or missing)
 
 
 def _models() -> list[Finding]:

@@ -8,6 +8,15 @@ With async scheduling (depth 2) the host runs one step ahead of the device:
 
 S schedule, E execute_model, T sample_tokens, U update_from_output.  Without it the depth is 1: every
 step is waited for before the next is scheduled.
+
+A request that follows a grammar may yield only what its mask (G) allows, and the mask of n+1 takes the
+token of n.  So the forward of n+1 is launched first, and the mask is made while it runs:
+
+    host    | S(n+1) E(n+1) | wait out(n) -> U(n) G(n+1) T(n+1) | S(n+2) E(n+2) | wait out(n+1) -> ...
+    main    | [sample n] [prepare n+1][forward n+1] ...           [mask+sample n+1][prepare n+2][forward n+2]
+    grammar |                                        [H2D mask n+1]
+
+At most one step is launched but not sampled, so at most two are in flight, whatever the knobs say.
 """
 
 from __future__ import annotations
@@ -15,19 +24,25 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.device import Device
 from mrv2.engine.executor import UniProcExecutor
+from mrv2.engine.grammar.backend import AnyTokenMatcher
+from mrv2.engine.grammar.masks import fill_masks
+from mrv2.engine.grammar.queue import GrammarQueue
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
 from mrv2.engine.request import Request
+from mrv2.engine.row_sampling import row_sampling
 from mrv2.engine.scheduler import Scheduler
 from mrv2.engine.seeds import resolve_seed
 from mrv2.errors import EngineDeadError, RequestError
 from mrv2.instrument import set_step, stage, stages
-from mrv2.runner.protocol import AsyncOutput, RowSampling
+from mrv2.logits_processor import check_arguments
+from mrv2.runner.protocol import AsyncOutput, GrammarMask, SchedulerOutput
 from mrv2.sampling_params import SamplingParams
 
 
@@ -61,9 +76,14 @@ class EngineCore:
         )
         self.scheduler.num_spec_tokens = self.knobs.num_spec_tokens if self.knobs.drafting else 0
         self._in_flight: deque[AsyncOutput] = deque()
-        # outputs that arose outside `step`: aborts, drains
+        # what the next `step` returns
         self._ready: list[EngineOutput] = []
         self._num_admitted = 0
+        self.grammars = GrammarQueue(
+            None if config.skip_tokenizer_init else config.tokenizer or self.executor.model_folder,
+            self.executor.vocab_size,
+            load_now=config.grammar_backend != "auto",
+        )
         self._warm_up()
 
     @property
@@ -79,8 +99,8 @@ class EngineCore:
         """Queue a sequence; raises `RequestError` with the numbers if it can never be served."""
         params = message.params
         max_tokens = self._check_servable(message)
+        check_arguments(self.executor.processors, message.req_id, params)
         arrival = self._num_admitted
-        self._num_admitted += 1
         seed = resolve_seed(
             params.seed,
             engine_seed=self.config.seed,
@@ -90,16 +110,24 @@ class EngineCore:
         stop_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else frozenset(message.eos_token_ids)
         )
-        self.scheduler.add(
-            Request(
-                message=message,
-                sampling=_row_sampling(params, seed),
-                max_tokens=max_tokens,
-                max_model_len=self.max_model_len,
+        request = Request(
+            message=message,
+            sampling=row_sampling(
+                message,
+                seed=seed,
                 stop_ids=stop_ids,
-                arrival=arrival,
-            )
+                vocab_size=self.executor.vocab_size,
+                max_logprobs=self.config.max_logprobs,
+            ),
+            max_tokens=max_tokens,
+            max_model_len=self.max_model_len,
+            stop_ids=stop_ids,
+            arrival=arrival,
         )
+        if params.structured_outputs is not None:
+            self.grammars.add(request)
+        self.scheduler.add(request)
+        self._num_admitted += 1
 
     def abort(self, req_ids: list[str]) -> None:
         """End sequences in any state; each that was alive reports ``finish_reason="abort"`` from the next `step`."""
@@ -108,10 +136,16 @@ class EngineCore:
     @torch.no_grad()
     def step(self) -> list[EngineOutput]:
         """Advance by one turn of the loop; return what became known meanwhile (possibly nothing)."""
-        outputs, self._ready = self._ready, []
-        outputs += self._overlapped_step() if self.knobs.async_scheduling else self._normal_step()
+        if self.grammars:
+            for request, reason in self.grammars.take_compiled():
+                self._ready.append(self.scheduler.fail(request, reason))
+        if self.knobs.async_scheduling:
+            self._overlapped_step()
+        else:
+            self._normal_step()
         if self.config.debug_checks:
             self.scheduler.check()
+        outputs, self._ready = self._ready, []
         return outputs
 
     def set_knobs(self, **changes: Any) -> Knobs:
@@ -133,11 +167,12 @@ class EngineCore:
     def drain(self) -> None:
         """Wait for every step in flight; what they bring is returned by the next `step`."""
         while self._in_flight:
-            self._ready += self._settle_oldest()
+            self._settle_oldest()
 
     def snapshot(self) -> EngineSnapshot:
         """Return a picture of the engine between two steps."""
         pool, scheduler = self.kv.pool, self.scheduler
+        num_grammar_running = sum(r.grammar is not None for r in scheduler.running)
         return EngineSnapshot(
             step=scheduler.step,
             num_running=len(scheduler.running),
@@ -147,6 +182,9 @@ class EngineCore:
             kv_blocks_used=pool.num_usable - pool.num_free,
             kv_blocks_cached=pool.num_cached_free,
             num_preemptions=scheduler.stats.num_preemptions,
+            effective_depth=min(self.knobs.depth, 2) if num_grammar_running else self.knobs.depth,
+            num_grammar_running=num_grammar_running,
+            num_grammar_compiling=len(self.grammars),
             waits=dict(self.device.waits),
             knobs=self.knobs.as_dict(),
             num_drafted=list(scheduler.stats.num_drafted),
@@ -157,19 +195,20 @@ class EngineCore:
     def shutdown(self) -> None:
         """Drop every request, finish queued device work and release the device."""
         self._in_flight.clear()
+        self.grammars.close()
         self.executor.shutdown()
 
-    def _normal_step(self) -> list[EngineOutput]:
+    def _normal_step(self) -> None:
         """Schedule, launch, wait, update."""
         self._launch_next()
-        return self._settle_oldest() if self._in_flight else []
+        if self._in_flight:
+            self._settle_oldest()
 
-    def _overlapped_step(self) -> list[EngineOutput]:
+    def _overlapped_step(self) -> None:
         """Launch ahead until the queue is full; only then wait for the oldest step."""
         launched = self._launch_next()
-        if launched and len(self._in_flight) < self.knobs.depth:
-            return []
-        return self._settle_oldest() if self._in_flight else []
+        if self._in_flight and not (launched and len(self._in_flight) < self.knobs.depth):
+            self._settle_oldest()
 
     def _launch_next(self) -> bool:
         """Schedule and launch one step; return False if nothing can run before an output arrives."""
@@ -179,21 +218,50 @@ class EngineCore:
             scheduled = self.scheduler.schedule()
         if scheduled is None:
             if not self._in_flight and self.scheduler.has_unfinished:
-                raise EngineDeadError(
-                    f"nothing can be scheduled and nothing is in flight, yet {len(self.scheduler.requests)} requests "
-                    f"wait: {self.kv.pool.num_free} of {self.kv.pool.num_usable} KV blocks are free"
-                )
+                self._wait_for_grammar()
             return False
-        self._in_flight.append(self.executor.execute(scheduled))
+        blocking = self.knobs.grammar_overlap == "blocking"
+        grammar = self._grammar_mask(scheduled) if blocking else None
+        self.executor.execute_model(scheduled)
+        if not blocking:
+            grammar = self._grammar_mask(scheduled)
+        self._in_flight.append(self.executor.sample_tokens(step, grammar))
         return True
 
-    def _settle_oldest(self) -> list[EngineOutput]:
+    def _grammar_mask(self, scheduled: SchedulerOutput) -> GrammarMask | None:
+        """Return what the requests of the step just scheduled that follow a grammar may yield, if there are any."""
+        rows = self.scheduler.grammar_rows()
+        if not rows:
+            return None
+        # a mask follows from every token before it; one in flight is this step's own
+        while any(request.num_in_flight > 1 and not request.finished for _, request in rows):
+            self._settle_oldest()
+        set_step(scheduled.step)
+        alive = [(row, request) for row, request in rows if not request.finished]
+        if not alive:
+            return None
+        with stage(stages.FILL_GRAMMAR_MASK, scheduled.step):
+            bits = self.executor.take_grammar_bits(scheduled.step, len(alive))
+            fill_masks([request for _, request in alive], bits)
+        return GrammarMask(np.array([row for row, _ in alive], dtype=np.int32), bits)
+
+    def _wait_for_grammar(self) -> None:
+        """Nothing can run: a grammar is being compiled, or the engine is stuck."""
+        if not self.grammars:
+            raise EngineDeadError(
+                f"nothing can be scheduled and nothing is in flight, yet {len(self.scheduler.requests)} requests "
+                f"wait: {self.kv.pool.num_free} of {self.kv.pool.num_usable} KV blocks are free"
+            )
+        with stage(stages.WAIT_GRAMMAR):
+            self.grammars.wait()
+
+    def _settle_oldest(self) -> None:
         pending = self._in_flight.popleft()
         set_step(pending.step)
         with stage(stages.WAIT_OUTPUT, pending.step):
             output = pending.get()
         with stage(stages.UPDATE_FROM_OUTPUT, pending.step):
-            return self.scheduler.update_from_output(output)
+            self._ready += self.scheduler.update_from_output(output)
 
     def _check_servable(self, message: EngineRequest) -> int:
         """Refuse what can never be served; return the number of tokens to generate at most."""
@@ -245,8 +313,24 @@ class EngineCore:
         vocab, limit = self.executor.vocab_size, min(self.max_model_len - 1, self.config.max_num_batched_tokens)
         variants = [
             SamplingParams(temperature=0.0, ignore_eos=True),
-            SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, logprobs=2, ignore_eos=True),
-            SamplingParams(temperature=1.0, ignore_eos=True),
+            SamplingParams(
+                temperature=0.7,
+                top_k=5,
+                top_p=0.9,
+                min_p=0.01,
+                logprobs=2,
+                prompt_logprobs=1,
+                frequency_penalty=0.5,
+                logit_bias={0: 1.0},
+                bad_words=[[0, 0]],
+                thinking_token_budget=1,
+                thinking_start=[0],
+                thinking_end=[0, 0],
+                ignore_eos=True,
+            ),
+            SamplingParams(temperature=1.0, logprob_token_ids=[0], ignore_eos=True),
+            # outlives the others: a truncated row beside a plain one, then alone, on logits as the model gives them
+            SamplingParams(temperature=0.8, top_k=5, top_p=0.9, ignore_eos=True),
         ]
         for index, params in enumerate(variants[: self.config.max_num_seqs]):
             prompt = [(7 * i + index) % vocab for i in range(min(limit, 17 + index))]
@@ -254,16 +338,7 @@ class EngineCore:
             if room > 0:
                 params = params.replace(max_tokens=min(3 + index, room))
                 self.add_request(EngineRequest(req_id=f"warm-up-{index}", prompt_token_ids=prompt, params=params))
+                if index == 0:
+                    self.scheduler.requests["warm-up-0"].grammar = AnyTokenMatcher()
         while self.has_unfinished:
             self.step()
-
-
-def _row_sampling(params: SamplingParams, seed: int) -> RowSampling:
-    return RowSampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=seed,
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-    )

@@ -134,9 +134,12 @@ class Detokenizer:
         self._num_shown = 0
         self._finished = False
 
-    def push(self, token_id: int) -> bool:
-        """Take one token; return True if it completed a stop string, where the text now ends."""
-        return self._extend(self._decoder.push(token_id))
+    def push(self, token_id: int, *, may_stop: bool = True) -> bool:
+        """Take one token; return True if it completed a stop string, where the text now ends.
+
+        Without `may_stop` no stop string is looked for in what the token adds.
+        """
+        return self._extend(self._decoder.push(token_id), may_stop)
 
     def finish(self) -> bool:
         """End the sequence and release what was held back; return True if that completed a stop string."""
@@ -156,12 +159,12 @@ class Detokenizer:
             return self.text
         return self.text[: len(self.text) - self._stops.num_held(self.text)]
 
-    def _extend(self, piece: str) -> bool:
+    def _extend(self, piece: str, may_stop: bool = True) -> bool:
         if not piece:
             return False
         num_old = len(self.text)
         self.text += piece
-        found = self._stops.find(self.text, num_old) if self._stops.stops else None
+        found = self._stops.find(self.text, num_old) if self._stops.stops and may_stop else None
         if found is None:
             return False
         self.stop_reason, length = found

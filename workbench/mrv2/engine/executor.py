@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
+from mrv2.logits_processor import ProcessorSetup, processor_classes
 from mrv2.runner.forward import Buckets, ForwardBuffers, ForwardPass
-from mrv2.runner.protocol import AsyncOutput, Runner, SchedulerOutput
+from mrv2.runner.protocol import AsyncOutput, GrammarMask, Runner, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.model_runner import ModelRunnerV1
 from mrv2.runner.v2.model_runner import ModelRunnerV2
@@ -35,7 +37,11 @@ class Executor(Protocol):
     max_model_len: int
     vocab_size: int
 
-    def execute(self, scheduled: SchedulerOutput) -> AsyncOutput: ...
+    def execute_model(self, scheduled: SchedulerOutput) -> None: ...
+
+    def take_grammar_bits(self, step: int, num_masks: int) -> np.ndarray: ...
+
+    def sample_tokens(self, step: int, grammar: GrammarMask | None) -> AsyncOutput: ...
 
     def set_knobs(self, knobs: Knobs) -> None: ...
 
@@ -53,6 +59,8 @@ class UniProcExecutor:
         self.knobs = config.knobs
         found = resolve_model(config.model)
         self.model_config = found.config
+        # None for a preset, which has no files
+        self.model_folder = found.folder
         self.model = load_model(
             found.folder if found.folder is not None else found.config,
             dtype=config.dtype,
@@ -67,6 +75,9 @@ class UniProcExecutor:
         self.groups = group_specs(self.model_state.kv_cache_specs(config.block_size))
         self.num_groups = len(self.groups)
         self.blocks_per_row = -(-self.max_model_len // config.block_size)
+        setup = ProcessorSetup(self.device.torch_device, config.max_num_seqs, self.max_model_len, self.vocab_size)
+        self.processors = [make(setup) for make in processor_classes(config.logits_processors)]
+        self.processor_tables = setup.tables
         self.buffers = self._make_buffers()
         self.buckets = Buckets(
             config.max_num_seqs,
@@ -95,18 +106,27 @@ class UniProcExecutor:
             max_num_spec_tokens=config.max_num_spec_tokens,
             ngram_lengths=(config.ngram_min, config.ngram_max),
             knobs=self.knobs,
+            processors=self.processors,
+            processor_tables=self.processor_tables,
         )
         self._runners: dict[str, Runner] = {}
         self.runner = self._runner(self.knobs.runner)
 
-    def execute(self, scheduled: SchedulerOutput) -> AsyncOutput:
-        """Launch one step."""
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Launch a step up to its logits."""
         if self.device.poison and scheduled.fresh_block_ids:
             self._poison_blocks(scheduled.fresh_block_ids)
         with stage(stages.EXECUTE_MODEL, scheduled.step):
             self.runner.execute_model(scheduled)
-        with stage(stages.SAMPLE_TOKENS, scheduled.step):
-            return self.runner.sample_tokens()
+
+    def take_grammar_bits(self, step: int, num_masks: int) -> np.ndarray:
+        """Return the [num_masks, ceil(V / 32)] int32 to fill for `step`; `sample_tokens` must follow with them."""
+        return self.runner.grammar_masks.take(step, num_masks)
+
+    def sample_tokens(self, step: int, grammar: GrammarMask | None) -> AsyncOutput:
+        """Launch the rest of the step."""
+        with stage(stages.SAMPLE_TOKENS, step):
+            return self.runner.sample_tokens(grammar)
 
     def set_knobs(self, knobs: Knobs) -> None:
         """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows."""
@@ -147,7 +167,7 @@ class UniProcExecutor:
                 max_model_len=self.max_model_len,
                 blocks_per_row=self.blocks_per_row,
                 num_groups=self.num_groups,
-                max_num_spec_tokens=config.max_num_spec_tokens,
+                tables=self.processor_tables,
             ),
             hidden_size=self.model.config.hidden_size,
             dtype=self.model.dtype,

@@ -32,7 +32,7 @@ class KVCacheManager:
         At least one token is always left to compute: its logits are needed.
         """
         hits: tuple[list[int], ...] = tuple([] for _ in range(self.num_groups))
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or not request.reads_prefix:
             return hits
         for content in self._hashes(request, (request.num_known - 1) // self.block_size):
             found = [self.pool.lookup(content, g) for g in range(self.num_groups)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from mrv2.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -25,6 +27,21 @@ class EngineRequest:
     parent_index: int | None = None
     # ids that end the sequence besides params.stop_token_ids (generation config's eos list)
     eos_token_ids: tuple[int, ...] = ()
+    # the texts of params.bad_words and of its thinking markers, as tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    thinking_start: tuple[int, ...] = ()
+    thinking_end: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """What the params give as token ids needs no tokenizer."""
+        params = self.params
+        words = [tuple(word) for word in params.bad_words or () if not isinstance(word, str)]
+        if not self.bad_words and len(words) == len(params.bad_words or ()):
+            self.bad_words = tuple(words)
+        if not self.thinking_start and not isinstance(params.thinking_start, str):
+            self.thinking_start = tuple(params.thinking_start)
+        if not self.thinking_end and not isinstance(params.thinking_end, str):
+            self.thinking_end = tuple(params.thinking_end)
 
 
 @dataclass(slots=True)
@@ -38,6 +55,17 @@ class TokenLogprob:
     sampled_rank: int
 
 
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the tokens of a prompt but the first, which nothing precedes (n = prompt length - 1)."""
+
+    # [n, 1+k]: the prompt's own token first, then the k most likely
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    # [n], rank of the prompt's own token, 1 = most likely
+    ranks: np.ndarray
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineOutput:
     """What one step brought to one sequence."""
@@ -48,6 +76,8 @@ class EngineOutput:
     # the stop token id that ended the sequence, or an error text
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
+    # with the first token
+    prompt_logprobs: PromptLogprobs | None = None
     # prompt tokens found in the prefix cache when the request was first scheduled
     num_cached_tokens: int = 0
 
@@ -72,6 +102,11 @@ class EngineSnapshot:
     num_accepted: list[int] = field(default_factory=list)
     # running request ids -> (computed tokens, known tokens)
     requests: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # steps that may be in flight now: the knobs' depth, at most 2 while a running request follows a grammar
+    effective_depth: int = 1
+    # running requests that follow a grammar, and waiting ones whose grammar is being compiled
+    num_grammar_running: int = 0
+    num_grammar_compiling: int = 0
 
     @property
     def acceptance(self) -> list[float]:

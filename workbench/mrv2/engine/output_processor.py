@@ -6,11 +6,13 @@ A request with ``n > 1`` is n sequences in the engine; here they meet again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mrv2.engine.detokenizer import Detokenizer
-from mrv2.engine.messages import EngineOutput, EngineRequest, FinishReason, TokenLogprob
+from mrv2.engine.messages import EngineOutput, EngineRequest, FinishReason, PromptLogprobs, TokenLogprob
+from mrv2.engine.token_sequences import bad_word_ids, marker_ids
 from mrv2.errors import RequestError
 from mrv2.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from mrv2.sampling_params import RequestOutputKind, SamplingParams
@@ -55,6 +57,7 @@ class _Request:
     metrics: RequestMetrics
     sequences: list[_Sequence] = field(default_factory=list)
     num_running: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     final_only: bool = False
 
@@ -90,7 +93,7 @@ class OutputProcessor:
     ) -> list[EngineRequest]:
         """Register a request and return its n sequences for the engine, sample 0 first.
 
-        Raises `RequestError` for an id in use, and for stop strings without a tokenizer.
+        Raises `RequestError` for an id in use, and for texts among the parameters without a tokenizer.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
@@ -98,6 +101,7 @@ class OutputProcessor:
             raise RequestError(
                 f"stop={list(params.stop_strings)!r} needs text, and this engine has no tokenizer: use stop_token_ids"
             )
+        tokens = self._token_sequences(params)
         metrics = RequestMetrics(arrival_time=time.time(), arrival_ts=time.monotonic())
         request = _Request(request_id, prompt, prompt_token_ids, params, self._next_index, metrics)
         self._next_index += 1
@@ -108,7 +112,7 @@ class OutputProcessor:
             request.sequences.append(sequence)
             self._sequences[req_id] = sequence
         request.num_running = params.n
-        return [self._engine_request(sequence, priority) for sequence in request.sequences]
+        return [self._engine_request(sequence, priority, tokens) for sequence in request.sequences]
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Forget requests that the engine refused, as though they had never been added."""
@@ -153,7 +157,7 @@ class OutputProcessor:
             done.outputs.append(self._request_output(request, list(sequences.values())))
         return done
 
-    def _engine_request(self, sequence: _Sequence, priority: int) -> EngineRequest:
+    def _engine_request(self, sequence: _Sequence, priority: int, tokens: dict[str, Any]) -> EngineRequest:
         request = sequence.request
         return EngineRequest(
             req_id=sequence.req_id,
@@ -163,7 +167,18 @@ class OutputProcessor:
             sample_index=sequence.index,
             parent_index=request.admission_index,
             eos_token_ids=self.eos_token_ids,
+            **tokens,
         )
+
+    def _token_sequences(self, params: SamplingParams) -> dict[str, Any]:
+        """Return the parameters that are texts as the tokens that the engine compares."""
+        found: dict[str, Any] = {}
+        if params.bad_words is not None:
+            found["bad_words"] = bad_word_ids(params.bad_words, self.tokenizer)
+        if params.thinking_token_budget is not None:
+            for name in ("thinking_start", "thinking_end"):
+                found[name] = marker_ids(name, getattr(params, name), self.tokenizer)
+        return found
 
     def _make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         late = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop_strings
@@ -176,7 +191,7 @@ class OutputProcessor:
         request, tokens = sequence.request, output.new_token_ids
         matched, num_taken = False, len(tokens)
         if sequence.detokenizer is not None:
-            matched, num_taken = self._push_text(sequence.detokenizer, request.params, output)
+            matched, num_taken = self._push_text(sequence.detokenizer, sequence, output)
         sequence.token_ids += tokens[:num_taken]
         if output.logprobs:
             sequence.raw_logprobs += output.logprobs[:num_taken]
@@ -186,6 +201,8 @@ class OutputProcessor:
             metrics.first_token_ts = metrics.first_token_ts or now
             metrics.last_token_ts = now
             metrics.num_generation_tokens += num_taken
+        if output.prompt_logprobs is not None:
+            request.prompt_logprobs = [None, *self._prompt_logprobs(output.prompt_logprobs)]
         if sequence.index == 0 and output.num_cached_tokens:
             request.num_cached_tokens = output.num_cached_tokens
         if matched:
@@ -198,14 +215,15 @@ class OutputProcessor:
         """The model's own end token is no reason worth naming, unless the caller asked for it by id."""
         return stop_reason in self.eos_token_ids[:1] and stop_reason not in (params.stop_token_ids or ())
 
-    def _push_text(self, detokenizer: Detokenizer, params: SamplingParams, output: EngineOutput) -> tuple[bool, int]:
+    def _push_text(self, detokenizer: Detokenizer, sequence: _Sequence, output: EngineOutput) -> tuple[bool, int]:
         """Return whether a stop string was completed, and after how many of the step's tokens."""
-        tokens = output.new_token_ids
+        tokens, params = output.new_token_ids, sequence.request.params
+        num_unstoppable = params.min_tokens - len(sequence.token_ids)
         num_with_text = len(tokens)
         if output.finish_reason == "stop" and not params.include_stop_str_in_output:
             num_with_text -= 1
         for taken, token_id in enumerate(tokens[:num_with_text], start=1):
-            if detokenizer.push(token_id):
+            if detokenizer.push(token_id, may_stop=taken > num_unstoppable):
                 return True, taken
         return False, len(tokens)
 
@@ -222,7 +240,9 @@ class OutputProcessor:
             del self._requests[request.request_id]
 
     def _request_output(self, request: _Request, changed: list[_Sequence]) -> RequestOutput:
-        kind = request.params.output_kind
+        kind, prompt_logprobs = request.params.output_kind, request.prompt_logprobs
+        if kind is RequestOutputKind.DELTA:
+            request.prompt_logprobs = None
         shown = changed if kind is RequestOutputKind.DELTA else request.sequences
         return RequestOutput(
             request_id=request.request_id,
@@ -232,15 +252,17 @@ class OutputProcessor:
             finished=request.num_running == 0,
             metrics=request.metrics,
             num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _completion(self, sequence: _Sequence, *, delta: bool) -> CompletionOutput:
         start = sequence.num_shown if delta else 0
         sequence.num_shown = len(sequence.token_ids)
         logprobs, total = None, None
-        if sequence.request.params.logprobs is not None:
+        params = sequence.request.params
+        if params.logprobs is not None or params.logprob_token_ids is not None:
             for raw in sequence.raw_logprobs[len(sequence.logprobs) :]:
-                sequence.logprobs.append(self._logprobs(raw))
+                sequence.logprobs.append(self._logprobs(raw, named=params.logprob_token_ids is not None))
                 sequence.cumulative_logprob += raw.logprobs[0]
             logprobs, total = sequence.logprobs[start:], sequence.cumulative_logprob
         return CompletionOutput(
@@ -264,9 +286,19 @@ class OutputProcessor:
             token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
 
-    def _logprobs(self, raw: TokenLogprob) -> dict[int, Logprob]:
-        """Column 0 is the sampled token with its own rank; a later duplicate of it is dropped."""
-        ranks = [raw.sampled_rank, *range(1, len(raw.token_ids))]
+    def _prompt_logprobs(self, prompt: PromptLogprobs) -> Iterator[dict[int, Logprob]]:
+        for ids, logprobs, rank in zip(
+            prompt.token_ids.tolist(), prompt.logprobs.tolist(), prompt.ranks.tolist(), strict=True
+        ):
+            yield self._logprobs(TokenLogprob(ids, logprobs, rank))
+
+    def _logprobs(self, raw: TokenLogprob, *, named: bool = False) -> dict[int, Logprob]:
+        """Column 0 is the token with its own rank; a later duplicate of it is dropped.
+
+        Of tokens that the request `named` the rank is not known.
+        """
+        others = range(1, len(raw.token_ids))
+        ranks: list[int | None] = [raw.sampled_rank, *([None] * len(others) if named else others)]
         rows: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(raw.token_ids, raw.logprobs, ranks, strict=True):
             text = self.tokenizer.token_text(token_id) if self.tokenizer is not None else None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mrv2.engine.grammar.backend import GrammarMatcher
+from mrv2.engine.grammar.compiler import GrammarTicket
+from mrv2.engine.logprob_rows import PromptCollector
 from mrv2.engine.messages import EngineRequest, FinishReason
 from mrv2.runner.protocol import RowSampling
 
@@ -58,6 +61,13 @@ class Request:
     num_cached_tokens: int = -1
     finish_reason: FinishReason | None = None
 
+    # filled by the engine core: the state of a request that follows a grammar, in step with its known tokens
+    grammar: GrammarMatcher | None = None
+    # not None = the grammar is not compiled yet, and the request waits
+    grammar_ticket: GrammarTicket | None = None
+    # why the grammar allows no further token
+    dead_end: str | None = None
+
     # filled by the KV cache manager
     block_ids: tuple[list[int], ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
@@ -70,11 +80,24 @@ class Request:
     num_known: int = field(init=False)
     # known tokens at which the request ends by length
     max_len: int = field(init=False)
+    # its sampling does not depend on the tokens just before, which drafts may still be
+    may_draft: bool = field(init=False)
+    # it needs batches with one logits row a request
+    one_row: bool = field(init=False)
+    # None = no log-probabilities of the prompt are wanted
+    prompt_logprobs: PromptCollector | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.message.prompt_token_ids)
         self.prompt_len = self.num_known = len(self.token_ids)
+        if self.sampling.num_prompt_logprobs >= 0:
+            self.prompt_logprobs = PromptCollector(self.prompt_len)
         self.max_len = min(self.prompt_len + self.max_tokens, self.max_model_len)
+        s = self.sampling
+        self.may_draft = not (s.has_penalty or s.bad_words or s.thinking)
+        wants_logprobs = s.num_logprobs >= 0 or s.logprob_token_ids or s.num_prompt_logprobs >= 0
+        has_grammar = self.message.params.structured_outputs is not None
+        self.one_row = bool(wants_logprobs or has_grammar or s.extra_args)
 
     @property
     def req_id(self) -> str:
@@ -97,6 +120,16 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def reads_prefix(self) -> bool:
+        """False while every position of the prompt must be computed, for its log-probabilities."""
+        return self.prompt_logprobs is None or self.prompt_logprobs.complete
+
+    def sampling_to_come(self) -> RowSampling:
+        """Return the sampling of a new row, without what has been delivered."""
+        done = self.prompt_logprobs is not None and self.prompt_logprobs.complete
+        return replace(self.sampling, num_prompt_logprobs=-1) if done else self.sampling
 
     def append(self, token: int) -> None:
         """A token arrived from the device."""

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mrv2.engine.kv_cache_manager import KVCacheManager
-from mrv2.engine.messages import EngineOutput, FinishReason, TokenLogprob
+from mrv2.engine.logprob_rows import token_logprob
+from mrv2.engine.messages import EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
 
@@ -83,6 +84,8 @@ class Scheduler:
         self.in_flight: deque[StepRecord] = deque()
         # drafts that each decoding request gets in a step
         self.num_spec_tokens = 0
+        # unfinished requests beside which nobody drafts
+        self._num_undraftable = 0
         self.stats = SchedulerStats()
         self.step = 0
         self._freed: list[str] = []
@@ -95,6 +98,7 @@ class Scheduler:
         """Queue a request; the caller has checked that it can be served at all."""
         assert request.req_id not in self.requests, f"request id {request.req_id} is in use"
         self.requests[request.req_id] = request
+        self._num_undraftable += request.one_row
         insort(self.waiting, request, key=lambda r: r.key)
 
     def abort(self, req_ids: Iterable[str]) -> list[EngineOutput]:
@@ -130,10 +134,8 @@ class Scheduler:
                 # drafts that may have been accepted fill the request: what it needs next is known later
                 if request.num_computed + 1 >= request.max_len and request.num_drafts_in_flight:
                     continue
-                if self.num_spec_tokens and request.num_computed >= request.prompt_len:
-                    room = min(request.max_len - 1 - request.num_computed, budget) - 1
-                    num_drafts = max(0, min(self.num_spec_tokens, room))
-                    num_tokens += num_drafts
+                num_drafts = self._num_drafts(request, budget)
+                num_tokens += num_drafts
             added = None
             if request.num_computed + num_tokens > request.capacity:
                 added = self._grow_or_preempt(request, request.num_computed + num_tokens)
@@ -148,8 +150,13 @@ class Scheduler:
             entries.append(self._entry(request, num_tokens, num_drafts))
         preempted = preempted or self.stats.num_preemptions > num_preemptions
 
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
-            request = self.waiting[0]
+        index = 0
+        while index < len(self.waiting) and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
+            request = self.waiting[index]
+            if request.grammar_ticket is not None:
+                # others may pass a request whose grammar is still compiling
+                index += 1
+                continue
             if request.num_stale:
                 break
             admitted = self._admit(request, budget)
@@ -162,6 +169,16 @@ class Scheduler:
         if not entries:
             return None
         return self._launch(entries, new_requests, new_block_ids)
+
+    def grammar_rows(self) -> list[tuple[int, Request]]:
+        """Return the requests of the newest step that follow a grammar and yield a token, with their batch rows."""
+        entries = self.in_flight[-1].entries
+        return [(row, e.request) for row, e in enumerate(entries) if e.request.grammar is not None and e.yields_token]
+
+    def fail(self, request: Request, reason: str) -> EngineOutput:
+        """End a request in any state with an error."""
+        self._finish(request, "error")
+        return EngineOutput(req_id=request.req_id, new_token_ids=[], finish_reason="error", stop_reason=reason)
 
     def update_from_output(self, output: StepOutput) -> list[EngineOutput]:
         """Settle the oldest step in flight with its output; return what to tell the front end."""
@@ -184,6 +201,8 @@ class Scheduler:
                 self.stats.num_stale_delivered += num_sampled[row]
             if entry.num_drafts:
                 self._settle_drafts(request, entry, num_sampled[row], current)
+            if row in output.prompt_logprobs and request.prompt_logprobs is not None:
+                request.prompt_logprobs.add(output.prompt_logprobs[row])
             if yields_token:
                 results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row))
             if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
@@ -223,6 +242,17 @@ class Scheduler:
             assert not (waiting and any(r.block_ids)), f"{r.req_id}: waits but holds blocks"
             assert not (waiting and r.has_row and r.req_id not in self._freed), f"{r.req_id}: waits but keeps a row"
 
+    def _num_drafts(self, request: Request, budget: int) -> int:
+        """Return the drafts that a decoding request gets in this step.
+
+        None for a request whose sampling looks at the tokens before it, and none for anybody while
+        some request needs one logits row a request (log-probabilities, grammars, plug-ins).
+        """
+        if not self.num_spec_tokens or self._num_undraftable or not request.may_draft:
+            return 0
+        room = min(request.max_len - 1 - request.num_computed, budget) - 1
+        return max(0, min(self.num_spec_tokens, room)) if request.num_computed >= request.prompt_len else 0
+
     def _grow_or_preempt(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
         """Return new blocks for `request`, preempting the last in order of service; None if that is itself."""
         while (added := self.kv.grow(request, num_tokens)) is None:
@@ -233,7 +263,7 @@ class Scheduler:
         return added
 
     def _admit(self, request: Request, budget: int) -> int:
-        """Move the head of the waiting queue to running; return the tokens scheduled, 0 if it must wait."""
+        """Move a request from waiting to running; return the tokens scheduled, 0 if it must wait."""
         hits = self.kv.find_prefix(request)
         num_hit_tokens = len(hits[0]) * self.kv.block_size
         num_tokens = request.num_known - num_hit_tokens
@@ -245,7 +275,7 @@ class Scheduler:
         num_tokens = min(num_tokens, budget)
         if not self.kv.admit(request, hits, num_hit_tokens + num_tokens):
             return 0
-        self.waiting.pop(0)
+        self._remove(self.waiting, request)
         insort(self.running, request, key=lambda r: r.key)
         request.status = RequestStatus.RUNNING
         request.num_computed = request.num_confirmed = num_hit_tokens
@@ -268,7 +298,7 @@ class Scheduler:
             prompt_len=request.prompt_len,
             num_computed_tokens=request.num_computed,
             block_ids=tuple(list(group) for group in request.block_ids),
-            sampling=request.sampling,
+            sampling=request.sampling_to_come(),
         )
 
     def _launch(
@@ -318,35 +348,38 @@ class Scheduler:
         result = EngineOutput(req_id=request.req_id, new_token_ids=[])
         if request.num_outputs == 0:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
-        for offset, token in enumerate(tokens):
-            if token < 0:
-                result.finish_reason, result.stop_reason = "error", "the logits of this request held NaN"
+            if request.prompt_logprobs is not None:
+                result.prompt_logprobs = request.prompt_logprobs.take()
+        if row in output.errors:
+            request.dead_end, tokens = output.errors[row], [-1]
+        for token in tokens:
+            result.finish_reason, result.stop_reason = self._take_token(request, token)
+            if result.finish_reason == "error":
                 break
-            request.append(token)
             result.new_token_ids.append(token)
-            if output.logprobs is not None and request.sampling.num_logprobs >= 0:
-                self._append_logprobs(result, request, output, row, offset)
-            if token in request.stop_ids:
-                result.finish_reason, result.stop_reason = "stop", token
-                break
-            if request.num_known >= request.max_len:
-                result.finish_reason = "length"
+            if output.logprobs is not None or output.wide_logprobs:
+                # such a batch gets no drafts: one token a request
+                logprob = token_logprob(output, row, request.sampling)
+                result.logprobs = None if logprob is None else [logprob]
+            if result.finish_reason is not None:
                 break
         if result.finish_reason is not None:
             self._finish(request, result.finish_reason)
         return result
 
     @staticmethod
-    def _append_logprobs(result: EngineOutput, request: Request, output: StepOutput, row: int, offset: int) -> None:
-        assert output.logprobs is not None, "the caller has looked"
-        index = offset + (row if output.logprob_starts is None else int(output.logprob_starts[row]))
-        width = 1 + request.sampling.num_logprobs
-        entry = TokenLogprob(
-            output.logprobs.token_ids[index, :width].tolist(),
-            output.logprobs.logprobs[index, :width].tolist(),
-            int(output.logprobs.ranks[index]),
-        )
-        result.logprobs = [*(result.logprobs or []), entry]
+    def _take_token(request: Request, token: int) -> tuple[FinishReason | None, int | str | None]:
+        """Append one token to a request; return whether and why that ends it."""
+        if token >= 0 and request.grammar is not None and not request.grammar.accept(token):
+            request.dead_end = f"the sampled token {token} does not continue the grammar"
+            token = -1
+        if token < 0:
+            return "error", request.dead_end or "the logits of this request held NaN, or every token was masked"
+        request.append(token)
+        # a grammar's end token may be none of the stop ids (`ignore_eos`): nothing can follow it all the same
+        if token in request.stop_ids or (request.grammar is not None and request.grammar.terminated):
+            return "stop", token
+        return ("length", None) if request.num_known >= request.max_len else (None, None)
 
     def _count_waste(self, request: Request, num_tokens: int) -> None:
         """A step of a request that has ended meanwhile: its output is dropped."""
@@ -361,6 +394,7 @@ class Scheduler:
         self._give_up_row(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         del self.requests[request.req_id]
+        self._num_undraftable -= request.one_row
 
     def _preempt(self, request: Request) -> None:
         self._remove(self.running, request)

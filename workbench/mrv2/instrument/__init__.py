@@ -1,6 +1,7 @@
 """Names for every part of a step, a recorder for them, and a guard against hidden synchronisation."""
 
 from mrv2.instrument.context import current_step, set_step
+from mrv2.instrument.nsight_python import nsight_python_ranges
 from mrv2.instrument.nvtx_sink import nvtx_status
 from mrv2.instrument.ranges import stage
 from mrv2.instrument.recorder import (
@@ -24,6 +25,7 @@ __all__ = [
     "device_time_per_step",
     "host_time_per_step",
     "no_sync",
+    "nsight_python_ranges",
     "nvtx_status",
     "overlap_fraction",
     "recording",

@@ -5,6 +5,8 @@ from __future__ import annotations
 # host, engine loop
 SCHEDULE = "schedule"
 EXECUTE_MODEL = "execute_model"
+FILL_GRAMMAR_MASK = "fill_grammar_mask"
+WAIT_GRAMMAR = "wait_grammar"
 SAMPLE_TOKENS = "sample_tokens"
 WAIT_OUTPUT = "wait_output"
 UPDATE_FROM_OUTPUT = "update_from_output"
@@ -17,7 +19,10 @@ GATHER_BLOCK_TABLES = "gather_block_tables"
 PREPARE_INPUTS = "prepare_inputs"
 FORWARD = "forward"
 LOGITS = "logits"
+GRAMMAR_UPLOAD = "grammar_upload"
+APPLY_GRAMMAR = "apply_grammar"
 SAMPLE = "sample"
+PROMPT_LOGPROBS = "prompt_logprobs"
 OUTPUT_COPY = "output_copy"
 POST_UPDATE = "post_update"
 VERIFY = "verify"
@@ -32,4 +37,15 @@ V1_BOOKKEEP = "v1: bookkeep"
 V1_SCATTER_TOKENS = "v1: scatter_sampled_tokens"
 
 # kinds, the NVTX category of a range
-HOST_STAGES = frozenset({SCHEDULE, EXECUTE_MODEL, SAMPLE_TOKENS, WAIT_OUTPUT, UPDATE_FROM_OUTPUT, PROCESS_OUTPUTS})
+HOST_STAGES = frozenset(
+    {
+        SCHEDULE,
+        EXECUTE_MODEL,
+        FILL_GRAMMAR_MASK,
+        WAIT_GRAMMAR,
+        SAMPLE_TOKENS,
+        WAIT_OUTPUT,
+        UPDATE_FROM_OUTPUT,
+        PROCESS_OUTPUTS,
+    }
+)

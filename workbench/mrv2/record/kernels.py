@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import tempfile
 import threading
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mrv2.engine.recording import END_OF_RECORDING, StepLimit
 from mrv2.instrument import context
 from mrv2.instrument.nvtx_sink import CATEGORIES, DOMAIN, NvtxSink
-from mrv2.record.backend import Backend, RecordError
+from mrv2.record.backend import Backend, RecordError, stamp
 from mrv2.record.target import Target
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class KernelBackend(Backend):
             activities.append(ProfilerActivity.CUDA)
         # the engine's own threads count too, and waits are what this is about
         config = _ExperimentalConfig(profile_all_threads=True, enable_cuda_sync_events=True)
+        if len(activities) > 1:
+            # the first session of a process loads CUPTI, and misses what happens meanwhile
+            with profile(activities=activities):
+                pass
         self._target.settle("start of recording")
         self._profiler = profile(activities=activities, with_stack=self._with_stack, experimental_config=config)
         self._profiler.start()
@@ -111,12 +116,17 @@ class KernelBackend(Backend):
             trace.diagnostics.append("recorded on the host: operators and stages only, there is no GPU to see")
         return trace
 
-    def save_native(self, path: Path) -> bool:
+    def save_native(self, path: Path, meta: dict[str, Any]) -> bool:
         if (path.with_suffix("") if path.suffix == ".gz" else path).suffix != ".json":
             return False
         from mrv2.trace.scrub import scrub
 
-        scrub(self._export(), path)
+        # the file is a JSON object: one more key
+        text = gzip.decompress(self._export().read_bytes()).decode()
+        stamped = Path(self._folder.name) / "stamped.json"
+        stamped.write_text(f'{{"{DOMAIN}": {json.dumps(stamp(meta))}, {text.lstrip()[1:]}', encoding="utf-8")
+        scrub(stamped, path)
+        stamped.unlink()
         return True
 
     def _export(self) -> Path:
@@ -132,7 +142,7 @@ class KernelBackend(Backend):
 
 
 def unpack_stages(text: str) -> str:
-    """Return the profiler's JSON with each stage's own name; domain, category and step become arguments of its event."""
+    """Return the profiler's JSON with each stage under its own name, and its domain, category and step as arguments."""
 
     def unpack(found: re.Match[str]) -> str:
         kind, step, name, between, end = found.groups()

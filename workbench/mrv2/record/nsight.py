@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mrv2.engine.recording import END_OF_RECORDING, StepLimit
 from mrv2.instrument import nvtx_status
-from mrv2.record.backend import Backend, RecordError
+from mrv2.record.backend import Backend, RecordError, stamp
 from mrv2.record.nsys import Session, current_session
 from mrv2.record.target import Target
 
 if TYPE_CHECKING:
     from mrv2.trace import Trace
+
+# keys of `Trace.meta` travel inside an export as rows MRV2:<key> of META_DATA_CAPTURE
+STAMP_PREFIX = "MRV2:"
 
 
 def require_session() -> Session:
@@ -67,20 +73,31 @@ class NsightBackend(Backend):
 
         return nsight_sqlite.read(self._export())
 
-    def save_native(self, path: Path) -> bool:
-        if (path.with_suffix("") if path.suffix == ".gz" else path).suffix != ".sqlite":
+    def save_native(self, path: Path, meta: dict[str, Any]) -> bool:
+        if not is_sqlite_name(path):
             return False
-        from mrv2.trace.redact import write_packed
-
-        write_packed(self._export(), path)
+        stamp_and_scrub(self._export(), path, meta)
         return True
 
     def _export(self) -> Path:
-        """Export and scrub once."""
+        """Export once."""
         if not self._file.exists():
-            from mrv2.trace.scrub import scrub
-
-            raw = self._session.export(self._report, self._file.with_name("raw.sqlite"))
-            scrub(raw, self._file)
-            raw.unlink()
+            self._session.export(self._report, self._file)
         return self._file
+
+
+def is_sqlite_name(path: Path) -> bool:
+    """Return whether a file name asks for an Nsight Systems export."""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix == ".sqlite"
+
+
+def stamp_and_scrub(raw: Path, out: Path, about: dict[str, Any]) -> None:
+    """Write a scrubbed copy of an export that carries what `stamp` takes from `about`."""
+    from mrv2.trace.scrub import scrub
+
+    with closing(sqlite3.connect(raw)) as connection, connection:
+        connection.execute("CREATE TABLE IF NOT EXISTS META_DATA_CAPTURE (name TEXT NOT NULL, value TEXT)")
+        connection.execute("DELETE FROM META_DATA_CAPTURE WHERE name LIKE ?", (f"{STAMP_PREFIX}%",))
+        rows = [(f"{STAMP_PREFIX}{key}", json.dumps(value)) for key, value in stamp(about).items()]
+        connection.executemany("INSERT INTO META_DATA_CAPTURE (name, value) VALUES (?, ?)", rows)
+    scrub(raw, out)

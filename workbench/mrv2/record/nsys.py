@@ -30,8 +30,8 @@ def find_nsys() -> str:
     found = _launcher(os.environ) or find_installed()
     if found is None:
         raise RecordError(
-            f"nsys is not on PATH nor in {' or '.join(KNOWN_PLACES)}; install Nsight Systems (Nsight Compute brings one "
-            f"along) or set {ENV_NAME} to the program"
+            f"nsys is not on PATH nor in {' or '.join(KNOWN_PLACES)}; install Nsight Systems (Nsight Compute brings "
+            f"one along) or set {ENV_NAME} to the program"
         )
     return found
 
@@ -73,6 +73,19 @@ def call(nsys: str, arguments: Sequence[str]) -> str:
         said = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
         raise RecordError(f"{verb} failed (status {done.returncode}): {said[-1] if said else 'no message'}")
     return done.stdout
+
+
+def run_through(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run a command with this process's terminal and return its exit status.
+
+    Ctrl-C reaches the command as well, which then ends in its own way; this process waits for that.
+    """
+    process = subprocess.Popen(list(command), env=env)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def record(
     """
     legal = get_args(Level)
     if level not in legal:
-        raise ConfigError(f"level={level!r}{nearest(str(level), legal)}; legal values are {', '.join(map(repr, legal))}")
+        raise ConfigError(f"level={level!r}{nearest(str(level), legal)}; legal values: {', '.join(map(repr, legal))}")
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps} must be at least 1")
     if with_stack and level != "kernels":
@@ -83,11 +83,17 @@ class Recording:
         self._state = "new"
         self._trace: Trace | None = None
 
+    def annotate(self, **about: Any) -> None:
+        """Add to `Trace.meta`, for example what was served; values that JSON knows."""
+        self._about |= about
+        if self._trace is not None:
+            self._trace.meta |= about
+
     def start(self) -> Recording:
         """Begin; entering the block does it."""
         if self._state != "new":
             raise RecordError("a recording is used once; call record(...) again")
-        self._about = self._target.describe()
+        self._about |= {**self._target.describe(), "level": self.level, "command": command_line()}
         self._backend.start()
         self._state = "running"
         return self
@@ -101,7 +107,13 @@ class Recording:
             return
         self._state = "stopped"
         self._backend.stop()
-        check_capture(self.trace(), self.level, has_engine=self._target.core is not None)
+        device = self._target.device
+        check_capture(
+            self.trace(),
+            self.level,
+            has_engine=self._target.core is not None or self._target.client is not None,
+            on_cuda=device is not None and device.type == "cuda",
+        )
 
     def trace(self) -> Trace:
         """Return what was recorded; raises `RecordError` while the recording still runs."""
@@ -113,9 +125,8 @@ class Recording:
             # what the file says wins over what this process knows, except for the engine's own settings
             versions = {**self._about.get("versions", {}), **trace.meta.get("versions", {})}
             gpu = trace.meta.get("gpu_name") or self._about.get("gpu_name")
-            trace.meta |= {**self._about, "versions": versions, "gpu_name": gpu, "level": self.level}
+            trace.meta |= {**self._about, "versions": versions, "gpu_name": gpu}
             trace.meta.pop("path", None)
-            trace.meta["command"] = _command()
             self._trace = trace
         return self._trace
 
@@ -129,7 +140,7 @@ class Recording:
         path = Path(path).expanduser()
         trace = self.trace()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self._backend.save_native(path):
+        if self._backend.save_native(path, trace.meta):
             return path
         plain = path.with_suffix("") if path.suffix == ".gz" else path
         if plain.suffix in (".json", ".sqlite", ".gz"):
@@ -155,7 +166,8 @@ class Recording:
             pass  # what went wrong in the block matters more
 
 
-def _command() -> str:
-    """Return how this process was started, without its folders."""
-    program = Path(sys.argv[0]).name if sys.argv else ""
-    return shlex.join([program, *sys.argv[1:]])
+def command_line() -> str:
+    """Return how this process was started, without the folder of its program."""
+    program = Path(sys.argv[0] if sys.argv else "")
+    name = "mrv2" if (program.parent.name, program.name) == ("mrv2", "cli.py") else program.name
+    return shlex.join([name, *sys.argv[1:]])

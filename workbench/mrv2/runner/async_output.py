@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from mrv2.device import Device, Event
-from mrv2.runner.protocol import LogprobRows, StepOutput
+from mrv2.runner.async_logprobs import StepLogprobs
+from mrv2.runner.protocol import StepOutput
 
 OUTPUT_WAIT = "output"  # the one wait of a step, by this name
 
@@ -45,63 +46,12 @@ class OutputSlots:
         self._free.append(slot.buffers)
 
 
-class LogprobSlots:
-    """Pinned destinations of log-probabilities, one set per step in flight, of the widest row a request may ask for."""
-
-    def __init__(self, device: Device, *, count: int, max_rows: int, max_num_logprobs: int) -> None:
-        self.device = device
-        self._max_rows, self._max_width = max_rows, 1 + max_num_logprobs
-        self._free = [self._make() for _ in range(count)]
-
-    def take(self, num_rows: int, width: int) -> PendingLogprobs:
-        """Return contiguous pinned tensors for `num_rows` rows of `width` columns."""
-        assert width <= self._max_width, f"{width - 1} logprobs asked for, the slots hold {self._max_width - 1}"
-        assert self._free, "every logprob slot is in flight: the queue is deeper than the slots that were made for it"
-        buffers = self._free.pop()
-        ids, logprobs, ranks = buffers
-        size = num_rows * width
-        return PendingLogprobs(
-            ids[:size].view(num_rows, width), logprobs[:size].view(num_rows, width), ranks[:num_rows], buffers, self
-        )
-
-    def give_back(self, buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        self._free.append(buffers)
-
-    def _make(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        size = self._max_rows * self._max_width
-        return (
-            self.device.pinned((size,), torch.int64),
-            self.device.pinned((size,), torch.float32),
-            self.device.pinned((self._max_rows,), torch.int64),
-        )
-
-
-@dataclass(slots=True)
-class PendingLogprobs:
-    """Pinned destinations of one step's log-probabilities."""
-
-    # [B, 1+k] int64, [B, 1+k] float32, [B] int64
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
-    # the slot to give back, if the tensors came from one
-    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    slots: LogprobSlots | None = None
-
-    def rows(self) -> LogprobRows:
-        """Copy the arrived values out and give the slot back."""
-        rows = LogprobRows(self.token_ids.numpy().copy(), self.logprobs.numpy().copy(), self.ranks.numpy().copy())
-        if self.slots is not None and self.buffers is not None:
-            self.slots.give_back(self.buffers)
-        return rows
-
-
 @dataclass(slots=True)
 class PinnedOutput:
     """The output copy of one step: waits once, copies out of the pinned slot, gives the slot back.
 
-    `keep_alive` holds the device tensors that the copy reads on its own stream: dropped earlier,
-    their memory could be handed to later work on the main stream.
+    `keep_alive` and `logprobs` hold the device tensors that the copies read on their own stream: dropped
+    earlier, their memory could be handed to later work on the main stream.
     """
 
     step: int
@@ -112,9 +62,9 @@ class PinnedOutput:
     slot: OutputSlot
     slots: OutputSlots
     keep_alive: tuple[torch.Tensor, ...] = ()
-    logprobs: PendingLogprobs | None = None
-    # [B]: first logits row of each request
-    logprob_starts: np.ndarray | None = None
+    logprobs: StepLogprobs | None = None
+    # batch row -> why its request must end; complete once the copy has arrived
+    errors: dict[int, str] = field(default_factory=dict)
     # called once on the host after the wait (V1's bookkeeping)
     on_ready: Callable[[np.ndarray], None] | None = field(default=None)
 
@@ -123,9 +73,11 @@ class PinnedOutput:
         self.done.synchronize(OUTPUT_WAIT)
         sampled = self.slot.sampled.numpy().copy()
         num_sampled = self.slot.num_sampled.numpy().copy() if self.num_sampled is None else self.num_sampled
-        logprobs = self.logprobs.rows() if self.logprobs is not None else None
+        output = StepOutput(self.step, self.req_ids, sampled, num_sampled, errors=self.errors)
+        if self.logprobs is not None:
+            self.logprobs.arrive(output)
         self.slots.give_back(self.slot)
-        self.keep_alive = ()
+        self.keep_alive, self.logprobs = (), None
         if self.on_ready is not None:
             self.on_ready(sampled)
-        return StepOutput(self.step, self.req_ids, sampled, num_sampled, logprobs, self.logprob_starts)
+        return output

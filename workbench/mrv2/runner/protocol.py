@@ -8,9 +8,12 @@ messages (free in sorted id order, then add in list order), so that any number o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mrv2.runner.grammar_masks import GrammarMasks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +26,38 @@ class RowSampling:
     min_p: float = 0.0
     seed: int = 0  # always set at admission, 64-bit unsigned
     num_logprobs: int = -1  # -1 = none; k = the sampled token's and the k most likely
+    # instead of the most likely: the sampled token's and these
+    logprob_token_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int = -1  # -1 = none; k as above, for every prompt token but the first
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()  # () = every token
+    # while fewer outputs than this are known, the stop ids are masked
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    thinking: ThinkingBudget | None = None
+    # arguments of logits processors, by name
+    extra_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.logit_bias or self.allowed_token_ids or (self.min_tokens and self.stop_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """After `budget` generated tokens between the two markers the end marker is forced."""
+
+    budget: int
+    start: tuple[int, ...]
+    end: tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,15 +105,36 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
-class LogprobRows:
-    """Log-probabilities of one step; column 0 is the sampled token, columns 1..k the k most likely."""
+class GrammarMask:
+    """Which tokens the requests of a step that follow a grammar may yield."""
 
-    # [B, 1+k] int64
+    # [G] int32: index of the request in `SchedulerOutput.req_ids`
+    batch_rows: np.ndarray
+    # [G, W] int32, from `Executor.take_grammar_bits`; bit t = token t may come next
+    bits: np.ndarray
+
+
+@dataclass(slots=True)
+class LogprobRows:
+    """Log-probabilities of n positions; column 0 is the token that stands there, columns 1..k the others.
+
+    The others are the k most likely, best first, or those that the request named.
+    """
+
+    # [n, 1+k] int64
     token_ids: np.ndarray
-    # [B, 1+k] float32
+    # [n, 1+k] float32
     logprobs: np.ndarray
-    # [B] int64, rank of the sampled token, 1 = most likely
+    # [n] int64, rank of the token in column 0, 1 = most likely
     ranks: np.ndarray
+
+
+@dataclass(slots=True)
+class PromptLogprobRows:
+    """Log-probabilities of a run of prompt tokens, the first of them at position `start` >= 1."""
+
+    start: int
+    rows: LogprobRows
 
 
 @dataclass(slots=True)
@@ -87,14 +143,18 @@ class StepOutput:
 
     step: int
     req_ids: list[str]
-    # [B, 1+K] int64; -1 among the first `num_sampled` = the logits of that position held NaN
+    # [B, 1+K] int64; -1 among the first `num_sampled` = the logits held NaN, or nothing above -inf
     sampled_token_ids: np.ndarray
     # [B] int32: 0 for a non-final prefill chunk
     num_sampled: np.ndarray
-    # rows as many as logits rows: request b's start at `logprob_starts[b]`
+    # n = B; None = no request wants up to `MAX_LOGPROBS` of them
     logprobs: LogprobRows | None = None
-    # [B] int32, None = one row a request
-    logprob_starts: np.ndarray | None = None
+    # batch row -> its own log-probabilities (n = 1), where they are more, or of named tokens
+    wide_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+    # batch row -> runs of its prompt, in order
+    prompt_logprobs: dict[int, list[PromptLogprobRows]] = field(default_factory=dict)
+    # batch row -> why its request cannot go on (a logits processor failed)
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class AsyncOutput(Protocol):
@@ -128,7 +188,12 @@ class Runner(Protocol):
 
     def execute_model(self, scheduled: SchedulerOutput) -> None: ...
 
-    def sample_tokens(self) -> AsyncOutput: ...
+    # where the masks of the un-sampled step are filled
+    grammar_masks: GrammarMasks
+
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> AsyncOutput:
+        """Sample; requests that follow a grammar only from what `grammar` allows them."""
+        ...
 
     def reset(self) -> None:
         """Forget every request (all steps are drained); blocks stay with the engine."""

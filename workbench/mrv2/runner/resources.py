@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mrv2.config import Knobs
 from mrv2.device import Device
+from mrv2.logits_processor import LogitsProcessor, RowTable
 from mrv2.runner.forward import ForwardPass
 from mrv2_models.causal_lm import CausalLM
 
@@ -32,3 +34,6 @@ class RunnerResources:
     ngram_lengths: tuple[int, int]
     # replaced by the executor between two steps
     knobs: Knobs
+    # in order of application, with the tables that they declared
+    processors: Sequence[LogitsProcessor] = ()
+    processor_tables: Sequence[RowTable] = ()

@@ -33,8 +33,8 @@ def export(
 ) -> list[Path]:
     """Write `trace`; the ending of `path` chooses the format unless `format` does.
 
-    ``.json`` and ``.json.gz`` are for Perfetto; ``.csv`` holds one table; another name with format "csv" is a folder with
-    one file a table; "parquet" is a folder that `mrv2.trace.load` reads back, as it does ``.npz``.
+    ``.json`` and ``.json.gz`` are for Perfetto; ``.csv`` holds one table; another name with format "csv" is a folder
+    with one file a table; "parquet" is a folder that `mrv2.trace.load` reads back, as it does ``.npz``.
 
     Args:
         tables: for CSV, the tables to write; default all that have rows.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mrv2.trace import cache as sidecar
+from mrv2.trace.damage import reading
 from mrv2.trace.readers import kineto, nsight_sqlite, nsys_rep, own
 from mrv2.trace.readers.sqlite_source import is_gzip
 from mrv2.trace.table import Trace, TraceError
@@ -31,11 +32,13 @@ def load(path: str | Path, *, cache: bool | None = None) -> Trace:
     path = Path(path).expanduser()
     reader = _reader(path)
     if reader is own.read:
-        return reader(path)
+        with reading(path):
+            return reader(path)
     use_cache = path.stat().st_size >= sidecar.MIN_BYTES if cache is None else cache
     trace = sidecar.load_sidecar(path) if use_cache else None
     if trace is None:
-        trace = reader(path)
+        with reading(path):
+            trace = reader(path)
         if use_cache:
             sidecar.store_sidecar(path, trace)
     return trace

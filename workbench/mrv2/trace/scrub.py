@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mrv2.trace import redact as rd
+from mrv2.trace.damage import reading
 from mrv2.trace.load import load
 from mrv2.trace.readers import own
 from mrv2.trace.readers.kineto_json import load_json
@@ -33,9 +34,13 @@ _JSON_HEADER = (
     "cuda_driver_version",
     "cupti_version",
     "torch_version",
+    # what this package's recorder notes about the run
+    "mrv2",
 )
 
 
+# wherever they occur
+_JSON_DROPPED = frozenset({"uuid", "host_name", "env", "environ", "environment", "process_labels"})
 # a number that `_scrub_json` kept as text
 _MARKED = re.compile(r'"\\u0000([^"]+)"')
 
@@ -63,7 +68,7 @@ def scrub(source: str | Path, target: str | Path, names: Iterable[str] = ()) -> 
     extra = rd.telling([*names, *rd.own_names()])
     if source.is_dir() or source.suffix == ".npz":
         return _scrub_saved(source, target, extra)
-    with tempfile.TemporaryDirectory(prefix="mrv2-scrub-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mrv2-scrub-") as folder, reading(source):
         clean = Path(folder) / "clean"
         with plain_file(source) as plain:
             with plain.open("rb") as file:
@@ -107,7 +112,7 @@ def _scrub_json(source: Path, clean: Path, names: list[str]) -> tuple[list[str],
 def _walk(value: Any, names: list[str]) -> Any:
     """Return a JSON value with every text redacted, keys of objects included."""
     if isinstance(value, dict):
-        return {rd.redact(k, names): _walk(v, names) for k, v in value.items() if k not in ("uuid", "host_name")}
+        return {rd.redact(k, names): _walk(v, names) for k, v in value.items() if k not in _JSON_DROPPED}
     if isinstance(value, list):
         return [_walk(item, names) for item in value]
     return rd.redact(value, names) if isinstance(value, str) else value

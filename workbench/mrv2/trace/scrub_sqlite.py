@@ -9,8 +9,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from mrv2.trace import redact as rd
+from mrv2.trace.damage import reading
 from mrv2.trace.readers.sqlite_source import SqliteSource, export_info, quote_name
-from mrv2.trace.table import TraceError
 
 # tables copied, by exact name or by prefix; all others lose their rows
 _KEPT = frozenset(
@@ -52,12 +52,22 @@ _EXPORT_KEYS = (
     "EXPORT_PARAM_TIME_NORMALIZE",
     "EXPORT_PARAM_TIME_SHIFT",
 )
-_CAPTURE_KEYS = ("CAPTURE_EVENT_TYPE", "OS_RUNTIME_OPTIONS:%", "CUDA_OPTIONS:%", "PROCESS_%:COLLECT_%")
+_CAPTURE_KEYS = ("CAPTURE_EVENT_TYPE", "OS_RUNTIME_OPTIONS:%", "CUDA_OPTIONS:%", "PROCESS_%:COLLECT_%", "MRV2:%")
 # columns emptied wherever they occur: they name a machine, or hold bytes that nobody can check
 _CLEARED = frozenset({"uuid", "busLocation", "ctxswDevPath", "ctrlDevPath", "binaryData", "originalIP", "module"})
 # columns that hold ids of StringIds
 _STRING_KEYS = frozenset(
-    "textId jsonTextId nameId demangledName shortName mangledName symbol schemaNameId tmaSizesId".split()  # noqa: SIM905  # eight names on one line
+    {
+        "textId",
+        "jsonTextId",
+        "nameId",
+        "demangledName",
+        "shortName",
+        "mangledName",
+        "symbol",
+        "schemaNameId",
+        "tmaSizesId",
+    }
 )
 
 
@@ -70,28 +80,30 @@ def scrub_sqlite(plain: Path, clean: Path, source: Path, names: list[str]) -> tu
     Raises:
         TraceError: not an export of Nsight Systems, or damaged.
     """
-    try:
-        with closing(sqlite3.connect(clean, isolation_level=None)) as db:
-            db.execute("PRAGMA journal_mode = OFF")
-            db.execute("PRAGMA secure_delete = ON")
-            db.execute("ATTACH ? AS source", (f"file:{quote(str(plain.resolve()))}?mode=ro&immutable=1",))
-            with _attached(plain) as reader:
-                info = export_info(reader, source)
-                names = rd.telling([*names, info.get("EXPORT_HOST"), info.get("EXPORT_USER"), *_hosts(reader)])
-            db.execute("BEGIN")
-            done = _copy(db)
-            _redact_all(db, names)
-            db.execute("COMMIT")
-            db.execute("DETACH source")
-            db.execute("VACUUM")
-    except sqlite3.Error as error:
-        raise TraceError(f"{source}: damaged or truncated SQLite file ({error})") from error
+    connect = closing(sqlite3.connect(_uri(clean), uri=True, isolation_level=None))
+    with reading(source, "SQLite file"), connect as db:
+        db.execute("PRAGMA journal_mode = OFF")
+        db.execute("PRAGMA secure_delete = ON")
+        db.execute("ATTACH ? AS source", (_uri(plain, "mode=ro&immutable=1"),))
+        with _opened(plain) as reader:
+            info = export_info(reader, source)
+            names = rd.telling([*names, info.get("EXPORT_HOST"), info.get("EXPORT_USER"), *_hosts(reader)])
+        db.execute("BEGIN")
+        done = _copy(db)
+        _redact_all(db, names)
+        db.execute("COMMIT")
+        db.execute("DETACH source")
+        db.execute("VACUUM")
     return done, names
 
 
+def _uri(path: Path, options: str = "") -> str:
+    return f"file:{quote(str(path.resolve()))}" + (f"?{options}" if options else "")
+
+
 @contextmanager
-def _attached(plain: Path) -> Iterator[SqliteSource]:
-    with closing(sqlite3.connect(f"file:{quote(str(plain.resolve()))}?mode=ro&immutable=1", uri=True)) as connection:
+def _opened(plain: Path) -> Iterator[SqliteSource]:
+    with closing(sqlite3.connect(_uri(plain, "mode=ro&immutable=1"), uri=True)) as connection:
         yield SqliteSource(connection)
 
 
@@ -171,7 +183,7 @@ def _drop_unused_strings(db: sqlite3.Connection, tables: list[str]) -> list[str]
     used = ["SELECT NULL AS id WHERE 0"]
     for table in tables:
         used += [
-            f"SELECT {quote_name(column)} FROM main.{quote_name(table)}"
+            f"SELECT {quote_name(column)} FROM main.{quote_name(table)} WHERE {quote_name(column)} NOT NULL"
             for column in _columns(db, table)
             if column in _STRING_KEYS
         ]

@@ -33,6 +33,7 @@ from mrv2.trace.columns import (
     WaitKind,
     Waits,
 )
+from mrv2.trace.methods import TraceMethods
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,7 +114,7 @@ class Coverage:
 
 
 @dataclass
-class Trace:
+class Trace(TraceMethods):
     """One recording.
 
     `meta` keys: ``source`` ("nsight", "kineto", "recorder") and ``granularity`` of CUDA graphs ("node", "graph",

@@ -11,7 +11,7 @@ import numpy as np
 from mrv2.trace.table import Trace, TraceError
 from mrv2.viz import theme as themes
 from mrv2.viz.index import Row, Tile, TimelineIndex
-from mrv2.viz.names import format_bytes, format_ns, short_name
+from mrv2.viz.names import format_bytes, format_ns, short_name, shortened
 
 ROW_PX = 20
 _GROUP_GAP_PX = 7
@@ -21,6 +21,11 @@ _INSET_PX = 1
 _HOVER_PX = 40
 _LABEL_PX_PER_CHAR = 6.6
 _MAX_LABELS = 400
+# seconds, written as 12.5ms
+TIME_AXIS = {
+    "ticksuffix": "s", "exponentformat": "SI", "minexponent": 1, "showexponent": "all", "nticks": 10,
+    "automargin": False,
+}  # fmt: skip
 _TICK_COLOUR = themes.HUES[themes.HUE_ID["wait"]].colour
 
 
@@ -71,8 +76,8 @@ def seconds(index: TimelineIndex, ns: Any) -> Any:
 def figure(trace: Trace, index: TimelineIndex, tile: Tile, *, theme: str = "light", title: str = "") -> Any:
     """Return the tile as a plotly figure.
 
-    The list of traces is always the same: "cells" (heat map), one outline trace for each hue, "syncs", "labels", "events"
-    (invisible points that carry the hover text).
+    The list of traces is always the same: "cells" (heat map), one outline trace for each hue, "host syncs", "labels",
+    "events" (invisible points that carry the hover text).
 
     Raises:
         TraceError: plotly is not installed, or there is no such theme.
@@ -80,26 +85,33 @@ def figure(trace: Trace, index: TimelineIndex, tile: Tile, *, theme: str = "ligh
     go = plotly()
     of = themes.theme(theme)
     where = geometry(index.rows)
+    return go.Figure(data=tile_traces(trace, index, tile, where, of), layout=_layout(index, tile, where, of, title))
+
+
+def tile_traces(
+    trace: Trace, index: TimelineIndex, tile: Tile, where: Geometry, of: themes.Theme
+) -> list[dict[str, Any]]:
+    """Return the plotly traces of a tile as dictionaries, see `figure`."""
     bars = _Bars.of(trace, index, tile)
-    traces = [
+    return [
         _cells(index, tile, where, of),
         *_outlines(bars, where, index, tile),
         _ticks(trace, index, tile, where),
         _labels(bars, where, index, tile),
         _events(bars, where, index, tile),
     ]
-    return go.Figure(data=traces, layout=_layout(index, tile, where, of, title))
 
 
 @dataclass(frozen=True, eq=False)
 class _Bars:
-    """All bars of a tile, one column each, [num_bars]."""
+    """All bars of a tile."""
 
+    # all [num_bars]
     row: np.ndarray
     start: np.ndarray
     end: np.ndarray
     hue: np.ndarray
-    # [num_bars] texts for people
+    # texts for people, one a bar
     label: list[str]
     hover: list[str]
 
@@ -127,7 +139,7 @@ class _Bars:
 def event_label(trace: Trace, row: Row, i: int) -> str:
     """Return the short text on a bar."""
     if row.table == "steps":
-        return f"step {row.step[i]}"
+        return str(row.step[i])
     return short_name(trace.name_of(int(row.name[i])))
 
 
@@ -135,7 +147,11 @@ def event_lines(trace: Trace, index: TimelineIndex, row: Row, i: int) -> list[st
     """Return what hovering says: name, duration, place, step, correlation, bytes."""
     start, end = int(row.start[i]), int(row.end[i])
     name = f"step {row.step[i]}" if row.table == "steps" else trace.name_of(int(row.name[i]))
-    lines = [f"<b>{_wrapped(name)}</b>", f"{format_ns(end - start)} at {(start - index.origin) / 1e6:.6f} ms", row.label]
+    lines = [
+        f"<b>{_wrapped(name)}</b>",
+        f"{format_ns(end - start)} at {(start - index.origin) / 1e6:.6f} ms",
+        row.label,
+    ]
     if row.step[i] >= 0 and row.table != "steps":
         lines.append(f"step {row.step[i]}")
     if row.corr[i] >= 0:
@@ -163,7 +179,7 @@ def _cells(index: TimelineIndex, tile: Tile, where: Geometry, of: themes.Theme) 
             z.append(np.full(num_bins, np.nan))
             text.append([""] * num_bins)
             edges.append(top)
-        z.append(np.where(cell.present, cell_codes(cell.share, cell.hue), np.nan))
+        z.append(np.where(cell.present, cell_codes(cell.levels(), cell.hue), np.nan))
         label = index.rows[number].label
         text.append([f"{label}: {100 * s:.1f} % busy, {n} begin here" for s, n in zip(cell.share, cell.events)])
         edges.append(bottom)
@@ -185,10 +201,9 @@ def _cells(index: TimelineIndex, tile: Tile, where: Geometry, of: themes.Theme) 
     }
 
 
-def cell_codes(share: np.ndarray, hue: np.ndarray) -> np.ndarray:
-    """Return the colour code of cells, ``hue * LEVELS + level`` at the middle of its step of the scale."""
-    level = np.clip(np.ceil(share * themes.LEVELS) - 1, 0, themes.LEVELS - 1)
-    return hue * float(themes.LEVELS) + level + 0.5
+def cell_codes(levels: np.ndarray, hue: np.ndarray) -> np.ndarray:
+    """Return the colour code of cells from `Density.levels`: the middle of step ``hue * LEVELS + brightness``."""
+    return hue * float(themes.LEVELS) + np.floor((levels - 1.0) * themes.LEVELS / 255) + 0.5
 
 
 def _outlines(bars: _Bars, where: Geometry, index: TimelineIndex, tile: Tile) -> list[dict[str, Any]]:
@@ -209,8 +224,8 @@ def _outlines(bars: _Bars, where: Geometry, index: TimelineIndex, tile: Tile) ->
                 "name": hue.label,
                 "x": np.stack([x0, x1, x1, x0, x0, gap], 1).ravel(),
                 "y": np.stack([top, top, bottom, bottom, top, gap], 1).ravel(),
-                "mode": "lines",
-                "line": {"width": 0},
+                # with lines, however thin, each outline would become an element of its own
+                "mode": "none",
                 "fill": "toself",
                 "fillcolor": hue.colour,
                 "hoverinfo": "skip",
@@ -272,11 +287,6 @@ def _labels(bars: _Bars, where: Geometry, index: TimelineIndex, tile: Tile) -> d
     }
 
 
-def shortened(text: str, room: int) -> str:
-    """Return `text`, or as much of it as `room` characters hold, with an ellipsis."""
-    return text if len(text) <= room else text[: max(room - 1, 1)] + "\u2026"
-
-
 def _events(bars: _Bars, where: Geometry, index: TimelineIndex, tile: Tile) -> dict[str, Any]:
     """Return invisible points along the visible part of each bar, which carry its hover text."""
     low, high, width = _on_screen(bars, index, tile)
@@ -305,7 +315,7 @@ def band_shapes(index: TimelineIndex, tile: Tile, of: themes.Theme) -> list[dict
         {
             "type": "rect",
             "x0": float(seconds(index, bands.start[i])),
-            "x1": float(seconds(index, bands.end[i])),
+            "x1": float(seconds(index, bands.shade_end[i])),
             "yref": "paper",
             "y0": 0,
             "y1": 1,
@@ -332,10 +342,7 @@ def _layout(index: TimelineIndex, tile: Tile, where: Geometry, of: themes.Theme,
         shapes=band_shapes(index, tile, of),
         xaxis={
             "range": [float(seconds(index, edge)) for edge in tile.window],
-            "ticksuffix": "s",
-            "exponentformat": "SI",
-            "showexponent": "all",
-            "automargin": False,
+            **TIME_AXIS,
             "title": {"text": "time from the start of the trace"},
         },
         yaxis={

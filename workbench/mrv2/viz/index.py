@@ -1,16 +1,16 @@
 """What a window of a trace looks like at a given width, found without touching the events outside it.
 
-A `Row` is one drawn line: intervals that never overlap.  From running sums of their lengths follows the exact busy share of
-any pixel of any window in two binary searches, so no zoom level is ever precomputed or averaged.  Rows with room for it are
-drawn event by event, the others as one coloured cell a pixel.  Synchronisation is a channel of its own: a pixel with one
-sync among a million kernels still gets its tick, with the count.
+A `Row` is one drawn line: intervals that never overlap.  From running sums of their lengths follows the exact busy
+share of any pixel of any window in two binary searches, so no zoom level is ever precomputed or averaged.  Rows with
+room for it are drawn event by event, the others as one coloured cell a pixel.  Synchronisation is a channel of its own:
+a pixel with one sync among a million kernels still gets its tick, with the count.
 
 Times are int64 nanoseconds; windows may lie between them (float).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,10 @@ from mrv2.trace.table import TraceError
 # events drawn one by one in a view, over all rows; a polygon in the page is what costs
 MAX_BARS = 1500
 # a row is drawn event by event when it has at most this many events a pixel
-_BARS_PER_PIXEL = 0.5
+BARS_PER_PIXEL = 0.5
+# windows prepared on either side of the view, for dragging
+MARGIN = 0.5
+_COLUMNS = ("start", "end", "hue", "name", "step", "corr", "event")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +39,16 @@ class Row:
     # all [num_events], sorted; end[i] <= start[i + 1]
     start: np.ndarray
     end: np.ndarray
-    # number of the hue, uint8
+    # [num_events] uint8, number of the hue
     hue: np.ndarray
-    # string id
+    # all [num_events]: string id, step and correlation (-1 none), row in the trace's table `table`
     name: np.ndarray
     step: np.ndarray
-    # -1 none
     corr: np.ndarray
-    # row in the trace's table `table`
     event: np.ndarray
     table: str = "ops"
+    # -1: the events belong to no process, or to several
+    process: int = -1
     # depth inside the group: 0 outermost
     depth: int = 0
     # height relative to an outermost row
@@ -77,6 +80,10 @@ class Row:
         found = self.touching(a, b)
         return found.stop - found.start
 
+    def take(self, part: slice) -> Row:
+        """Return the row with only the events of `part`."""
+        return replace(self, **{name: getattr(self, name)[part] for name in _COLUMNS})
+
     def density(self, a: float, b: float, num_bins: int) -> Density:
         """Return the exact busy share of each of `num_bins` equal parts of ``[a, b)``."""
         edges = np.linspace(a, b, num_bins + 1)
@@ -103,29 +110,29 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Density:
-    """A row as cells, all [num_bins]."""
+    """A row as cells."""
 
-    # busy share, 0 to 1
+    # [num_bins] busy share, 0 to 1
     share: np.ndarray
-    # the hue with the most time, uint8
+    # [num_bins] uint8, the hue with the most time
     hue: np.ndarray
-    # events that begin in the cell
+    # [num_bins] events that begin in the cell
     events: np.ndarray
-    # whether anything is there, be it too short to be a share
+    # [num_bins] whether anything is there, be it too short to be a share
     present: np.ndarray
+
+    def levels(self) -> np.ndarray:
+        """Return the busy share in 255ths, rounded up: 0 only where nothing is; uint8 [num_bins]."""
+        return np.where(self.present, np.clip(np.ceil(self.share * 255), 1, 255), 0).astype(np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class Ticks:
     """Instants that must never vanish: host synchronisations."""
 
-    # all [num_ticks], sorted by time
+    # both [num_ticks], sorted by time; `name` is a string id
     time: np.ndarray
-    end: np.ndarray
-    # string id
     name: np.ndarray
-    # row in the trace's table of syncs
-    event: np.ndarray
 
     def binned(self, a: float, b: float, num_bins: int) -> BinnedTicks:
         """Return one tick for each of `num_bins` parts of ``[a, b)`` that holds any, at its first instant."""
@@ -133,28 +140,24 @@ class Ticks:
         counts = np.diff(edges)
         some = np.flatnonzero(counts)
         first = edges[some]
-        return BinnedTicks(self.time[first], counts[some], self.name[first], self.event[first])
+        return BinnedTicks(self.time[first], counts[some], self.name[first])
 
 
 @dataclass(frozen=True, eq=False)
 class BinnedTicks:
-    """Ticks to draw, all [num_drawn]."""
+    """Ticks to draw, each for a group of neighbours."""
 
-    # exact instant of the first of each group
+    # all [num_drawn]: exact instant of the first, how many there are, string id of the first
     time: np.ndarray
-    # how many there are in the group
     count: np.ndarray
-    # string id of the first
     name: np.ndarray
-    # row in the trace's table of syncs, of the first
-    event: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
     """What to draw for a window: every row is in `bars` or in `cells`, never in both."""
 
-    # the window that was asked for, and the range that was filled (one view more on either side)
+    # the window that was asked for, and the range that was filled: some more on either side
     window: tuple[float, float]
     covered: tuple[float, float]
     width_px: int
@@ -172,11 +175,17 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Bands:
-    """Steps, all [num_steps], sorted by start; they may overlap when steps run ahead."""
+    """Steps, sorted by start; they may overlap when steps run ahead."""
 
+    # all [num_steps]
     start: np.ndarray
     end: np.ndarray
     step: np.ndarray
+
+    @cached_property
+    def shade_end(self) -> np.ndarray:
+        """Return where the band of each step ends: where the step does, at the latest where the next one starts."""
+        return np.minimum(self.end, np.append(self.start[1:], self.end[-1:]))
 
 
 class TimelineIndex:
@@ -193,8 +202,10 @@ class TimelineIndex:
         self.rows = filled
         self.ticks = ticks
         self.bands = bands
-        self.origin = int(min(row.start[0] for row in filled))
-        self.end = max(int(row.end[-1]) for row in filled)
+        # what the profiler did before and after the recording would stretch the axis
+        timed = [row for row in filled if row.table != "overhead"] or filled
+        self.origin = int(min(row.start[0] for row in timed))
+        self.end = max(int(row.end[-1]) for row in timed)
         if self.end == self.origin:
             self.end += 1
 
@@ -211,9 +222,7 @@ class TimelineIndex:
         middle = min(max((a + b) / 2, self.origin - span), self.end + span)
         return middle - width / 2, middle + width / 2
 
-    def tile(
-        self, a: float, b: float, width_px: int, *, margin: float = 1.0, max_bars: int = MAX_BARS
-    ) -> Tile:
+    def tile(self, a: float, b: float, width_px: int, *, margin: float = MARGIN, max_bars: int = MAX_BARS) -> Tile:
         """Return what to draw for ``[a, b)`` on `width_px` pixels, and `margin` windows more on either side."""
         a, b = self.clamp(a, b)
         width_px = max(int(width_px), 1)
@@ -243,7 +252,7 @@ class TimelineIndex:
         bars: list[int] = []
         room = max_bars
         for i in sorted(range(len(counts)), key=lambda i: (counts[i], i)):
-            if counts[i] > room or counts[i] > max(_BARS_PER_PIXEL * width_px, 1):
+            if counts[i] > room or counts[i] > max(BARS_PER_PIXEL * width_px, 1):
                 break
             bars.append(i)
             room -= counts[i]

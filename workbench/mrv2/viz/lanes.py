@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mrv2.trace.analysis.model import Analysis
 from mrv2.trace.analysis.nesting import ThreadKey, split_by_thread
 from mrv2.trace.nesting import sub_lanes
-from mrv2.trace.table import OpKind, RangeKind, SyncType, Table, Trace
+from mrv2.trace.table import OpKind, RangeKind, SyncType, Trace
 from mrv2.viz.index import Bands, Row, Ticks, TimelineIndex
 from mrv2.viz.names import host_hues, op_hues
 from mrv2.viz.theme import HUE_ID
@@ -19,15 +20,27 @@ MAX_DEPTH = 12
 _THIN = 0.7
 
 
-def build_index(trace: Trace, bands: Bands | None = None) -> TimelineIndex:
-    """Return the index of a trace; `bands` are the steps, by default those that `step_bands` finds.
+def analysis_of(source: Trace | Analysis) -> Analysis:
+    """Return the analysis of a trace with its defaults, or the analysis that was given."""
+    return source if isinstance(source, Analysis) else Analysis(source)
+
+
+def build_index(analysis: Analysis) -> TimelineIndex:
+    """Return the index of an analysed trace: its events, its host waits as ticks, its steps as bands.
 
     Raises:
         TraceError: the trace has no events.
     """
-    bands = step_bands(trace) if bands is None else bands
-    rows = [*_step_rows(bands), *_host_rows(trace), *_sync_rows(trace), *_device_rows(trace), *_overhead_rows(trace)]
-    return TimelineIndex(rows, sync_ticks(trace), bands)
+    trace, steps, waits = analysis.trace, analysis.windows, analysis.sync_rows
+    bands = Bands(steps.start, steps.end, steps.step)
+    rows = [
+        *_step_rows(bands),
+        *_host_rows(analysis),
+        *_sync_rows(analysis),
+        *_device_rows(analysis),
+        *_overhead_rows(trace),
+    ]
+    return TimelineIndex(rows, Ticks(waits["start"], waits["name"]), bands)
 
 
 def pack(start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -49,53 +62,30 @@ def pack(start: np.ndarray, end: np.ndarray) -> np.ndarray:
     return depth
 
 
-def step_bands(trace: Trace) -> Bands:
-    """Return one band for each step id that host ranges carry, from its first start to its last end."""
-    ranges = trace.ranges
-    mine = (ranges.step >= 0) & (ranges.kind != RangeKind.MARK)
-    if not mine.any():
-        return Bands(*(np.zeros(0, np.int64) for _ in range(3)))
-    steps, where = np.unique(ranges.step[mine], return_inverse=True)
-    start = np.full(len(steps), np.iinfo(np.int64).max)
-    end = np.full(len(steps), np.iinfo(np.int64).min)
-    np.minimum.at(start, where, ranges.start[mine])
-    np.maximum.at(end, where, ranges.end[mine])
-    order = np.argsort(start, kind="stable")
-    return Bands(start[order], end[order], steps[order])
-
-
-def sync_ticks(trace: Trace) -> Ticks:
-    """Return every synchronisation that holds the host; waits between streams are none."""
-    syncs = trace.syncs
-    mine = np.flatnonzero(syncs.sync_type != SyncType.STREAM_WAIT)
-    return Ticks(syncs.start[mine], syncs.end[mine], syncs.name[mine], mine)
-
-
 def _rows(
-    table: Table,
-    name: str,
+    columns: Mapping[str, np.ndarray],
+    table: str,
     chosen: np.ndarray,
     *,
     key: str,
     label: str,
     hue: np.ndarray | int,
     step: np.ndarray | None = None,
+    process: int = -1,
     height: float = 1.0,
 ) -> list[Row]:
-    """Return the events `chosen` (row numbers, sorted) of a table as one row for each depth."""
-    columns = table.columns()
-    start, end = columns["start"][chosen], columns["end"][chosen]
+    """Return the events `chosen` (row numbers, sorted) of a table's columns as one row for each depth."""
     none = np.full(len(chosen), -1, np.int64)
     filled = {
-        "start": start,
-        "end": end,
-        "hue": np.broadcast_to(np.asarray(hue, np.uint8), start.shape),
+        "start": columns["start"][chosen],
+        "end": columns["end"][chosen],
+        "hue": np.broadcast_to(np.asarray(hue, np.uint8), none.shape),
         "name": columns["name"][chosen],
         "step": step if step is not None else columns["step"][chosen] if "step" in columns else none,
         "corr": columns["corr"][chosen] if "corr" in columns else none,
         "event": chosen,
     }
-    depth = pack(start, end)
+    depth = pack(filled["start"], filled["end"])
     out = []
     for level in range(min(int(depth.max(initial=-1)) + 1, MAX_DEPTH)):
         if level == 0 and not depth.any():
@@ -104,9 +94,8 @@ def _rows(
             part = {column: array[depth == level] for column, array in filled.items()}
         else:
             part = _flattened({column: array[depth >= level] for column, array in filled.items()})
-        out.append(
-            Row(f"{key}:{level}", label, key, **part, table=name, depth=level, height=height if level == 0 else _THIN)
-        )
+        tall = height if level == 0 else _THIN
+        out.append(Row(f"{key}:{level}", label, key, **part, table=table, process=process, depth=level, height=tall))
     return out
 
 
@@ -121,22 +110,13 @@ def _flattened(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _step_rows(bands: Bands) -> list[Row]:
-    depth = pack(bands.start, bands.end)
-    out = []
-    for level in range(min(int(depth.max(initial=-1)) + 1, MAX_DEPTH)):
-        mine = np.flatnonzero(depth == level)
-        none = np.full(len(mine), -1, np.int64)
-        hue = np.zeros(len(mine), np.uint8)
-        out.append(
-            Row(
-                f"steps:{level}", "steps", "steps", bands.start[mine], bands.end[mine], hue, none, bands.step[mine], none,
-                mine, table="steps", depth=level, height=_THIN,
-            )  # fmt: skip
-        )
-    return out
+    every = np.arange(len(bands.start))
+    columns = {"start": bands.start, "end": bands.end, "step": bands.step, "name": np.full(len(every), -1)}
+    return _rows(columns, "steps", every, key="steps", label="steps", hue=0, height=_THIN)
 
 
-def _host_rows(trace: Trace) -> list[Row]:
+def _host_rows(analysis: Analysis) -> list[Row]:
+    trace = analysis.trace
     tables = (trace.ranges, trace.python, trace.waits, trace.api)
     by_thread = [split_by_thread(table.process, table.thread, np.arange(len(table))) for table in tables]
     nothing = np.zeros(0, np.int64)
@@ -146,59 +126,64 @@ def _host_rows(trace: Trace) -> list[Row]:
         name = _thread_label(trace, process, thread)
         lane = f"{process}:{thread}"
         ranges, python, waits, calls = (rows.get((process, thread), nothing) for rows in by_thread)
-        out += _range_rows(trace, ranges, hues, f"ranges:{lane}", name)
+        out += _range_rows(analysis, ranges, hues, f"ranges:{lane}", name)
         out += _rows(
-            trace.python, "python", python, key=f"python:{lane}", label=f"{name}: Python", height=_THIN,
+            trace.python.columns(), "python", python, key=f"python:{lane}", label=f"{name}: Python", height=_THIN,
             hue=host_hues(trace, trace.python.name[python]),
         )  # fmt: skip
         out += _rows(
-            trace.waits, "waits", waits, key=f"waits:{lane}", label=f"{name}: waits", hue=HUE_ID["wait"], height=_THIN
-        )
+            trace.waits.columns(), "waits", waits, key=f"waits:{lane}", label=f"{name}: waits", height=_THIN,
+            hue=HUE_ID["wait"],
+        )  # fmt: skip
         out += _rows(
-            trace.api, "api", calls, key=f"api:{lane}", label=f"{name}: CUDA calls", height=_THIN,
-            hue=host_hues(trace, trace.api.name[calls]), step=_call_steps(trace, calls, ranges),
+            trace.api.columns(), "api", calls, key=f"api:{lane}", label=f"{name}: CUDA calls", height=_THIN,
+            hue=host_hues(trace, trace.api.name[calls]), step=_call_steps(analysis, calls, (process, thread)),
+            process=process,
         )  # fmt: skip
     return out
 
 
-def _range_rows(trace: Trace, mine: np.ndarray, hues: np.ndarray, key: str, label: str) -> list[Row]:
+def _range_rows(analysis: Analysis, mine: np.ndarray, hues: np.ndarray, key: str, label: str) -> list[Row]:
     """Return the ranges of a thread: those that nest, then those that may cross, each packed by itself."""
-    ranges = trace.ranges
+    ranges, steps = analysis.trace.ranges, analysis.step_ids.of_ranges
     out: list[Row] = []
     for suffix, kinds in (("", (RangeKind.PUSH_POP, RangeKind.MARK)), (" (start/end)", (RangeKind.START_END,))):
         chosen = mine[np.isin(ranges.kind[mine], kinds)]
-        out += _rows(ranges, "ranges", chosen, key=key + suffix, label=label + suffix, hue=hues[chosen])
+        out += _rows(
+            ranges.columns(), "ranges", chosen, key=key + suffix, label=label + suffix, hue=hues[chosen],
+            step=steps[chosen],
+        )  # fmt: skip
     return out
 
 
-def _call_steps(trace: Trace, calls: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """Return the step of each API call [n] from the outermost range `mine` around it, -1 none; int64 [n]."""
-    ranges = trace.ranges
-    mine = mine[(ranges.step[mine] >= 0) & (ranges.kind[mine] == RangeKind.PUSH_POP)]
-    outer = mine[pack(ranges.start[mine], ranges.end[mine]) == 0]
-    if not len(outer):
+def _call_steps(analysis: Analysis, calls: np.ndarray, thread: ThreadKey) -> np.ndarray:
+    """Return the step of the innermost range around each API call (rows [n]), -1 none; int64 [n]."""
+    nest = analysis.nests[thread]
+    if not len(nest):
         return np.full(len(calls), -1, np.int64)
-    at = trace.api.start[calls]
-    last = np.searchsorted(ranges.start[outer], at, "right") - 1
-    inside = (last >= 0) & (ranges.end[outer][last] > at)
-    return np.where(inside, ranges.step[outer][last], -1)
+    node = nest.at(analysis.trace.api.start[calls])
+    return np.where(node >= 0, analysis.step_ids.of_ranges[nest.row[node]], -1)
 
 
-def _sync_rows(trace: Trace) -> list[Row]:
-    syncs = trace.syncs
+def _sync_rows(analysis: Analysis) -> list[Row]:
+    waits, syncs = analysis.sync_rows, analysis.trace.syncs
+    every = np.arange(len(waits["start"]))
     orders = np.flatnonzero(syncs.sync_type == SyncType.STREAM_WAIT)
-    holds = np.flatnonzero(syncs.sync_type != SyncType.STREAM_WAIT)
+    step = analysis.windows.step[analysis.windows.index_at(waits["start"])] if len(analysis.windows) else None
     return [
-        *_rows(syncs, "syncs", holds, key="syncs", label="host syncs", hue=HUE_ID["wait"]),
-        *_rows(syncs, "syncs", orders, key="stream_waits", label="stream waits (no host wait)", hue=0, height=_THIN),
-    ]
+        *_rows(waits, "host_syncs", every, key="syncs", label="host syncs", hue=HUE_ID["wait"], step=step),
+        *_rows(
+            syncs.columns(), "syncs", orders, key="stream_waits", label="stream waits (no host wait)", hue=0,
+            height=_THIN,
+        ),
+    ]  # fmt: skip
 
 
-def _device_rows(trace: Trace) -> list[Row]:
-    ops = trace.ops
+def _device_rows(analysis: Analysis) -> list[Row]:
+    trace, ops = analysis.trace, analysis.trace.ops
     if not len(ops):
         return []
-    hues = op_hues(trace, ops.name, ops.kind)
+    hues, steps = op_hues(trace, ops.name, ops.kind), analysis.step_ids.of_ops
     copies = (ops.kind == OpKind.MEMCPY) | (ops.kind == OpKind.MEMSET)
     stages = ops.kind == OpKind.STAGE
     # several processes on one device have streams of their own
@@ -219,13 +204,18 @@ def _device_rows(trace: Trace) -> list[Row]:
             )
             for part, text, mask in parts:
                 chosen = mine[mask[mine]]
-                out += _rows(ops, "ops", chosen, key=f"{part}:{lane}", label=text, hue=hues[chosen])
+                out += _rows(
+                    ops.columns(), "ops", chosen, key=f"{part}:{lane}", label=text, hue=hues[chosen],
+                    step=steps[chosen], process=process,
+                )  # fmt: skip
     return out
 
 
 def _overhead_rows(trace: Trace) -> list[Row]:
     every = np.arange(len(trace.overhead))
-    return _rows(trace.overhead, "overhead", every, key="overhead", label="profiler overhead", hue=0, height=_THIN)
+    return _rows(
+        trace.overhead.columns(), "overhead", every, key="overhead", label="profiler overhead", hue=0, height=_THIN
+    )
 
 
 def _threads(tables: Sequence[Any], by_thread: list[dict[ThreadKey, np.ndarray]]) -> list[ThreadKey]:

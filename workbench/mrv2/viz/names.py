@@ -14,15 +14,21 @@ from mrv2.viz.theme import HUE_ID
 _HOST_HUES = (
     ("wait", r"wait|synchron|sleep|poll|futex|holding gil"),
     ("sample", r"sample|logits|draft"),
-    ("copy", r"copy|memset|async.*output"),
+    ("copy", r"copy|memcpy|memset|async.*output"),
     ("forward", r"forward|graphlaunch|execute|model"),
     ("prepare", r"prepare|preprocess|upload|staged|gather|build|input"),
     ("schedule", r"schedul|update|process_outputs|postprocess|bookkeep|scatter|detoken|add_request|get_output|stats"),
 )
 _KERNEL_HUES = (
-    ("attention", r"flash|attn|attention|decode_kernel|combine_splits|fmha|paged|reshape_and_cache|write_kv|rotary|rope"),
+    (
+        "attention",
+        r"flash|attn|attention|decode_kernel|combine_splits|fmha|paged|reshape_and_cache|write_kv|rotary|rope",
+    ),
     ("sample", r"gumbel|sampl|argmax|top_?k|top_?p|softmax|logprob|min_p|penal|_pick_block|multinomial"),
-    ("prepare", r"gather|slot_map|prepare|pos_seq|combine|post_update|staged|apply_write|num_sampled|scatter|index|arange"),
+    (
+        "prepare",
+        r"gather|slot_map|prepare|pos_seq|combine|post_update|staged|apply_write|num_sampled|scatter|index|arange",
+    ),
     ("forward", r"gemm|nvjet|cutlass|cublas|matmul|splitk|norm|silu|gelu|mul|linear|fused|triton_|elementwise|embed"),
 )
 # kernel names that say nothing without their template arguments
@@ -100,3 +106,8 @@ def format_bytes(num: float) -> str:
             return f"{num:.3g} {unit}"
         num /= 1000
     return f"{num:.3g} GB"
+
+
+def shortened(text: str, room: int) -> str:
+    """Return `text`, or as much of it as `room` characters hold, with an ellipsis."""
+    return text if len(text) <= room else text[: max(room - 1, 1)] + "\u2026"

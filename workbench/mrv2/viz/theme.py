@@ -33,7 +33,6 @@ HUES: tuple[Hue, ...] = (
 )
 HUE_ID: dict[str, int] = {hue.key: i for i, hue in enumerate(HUES)}
 
-# colours of bubble causes by what the cause begins with; the rest takes hues in turn
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 # brightness steps of a busy pixel in the far view; the darkest step is still visible
 LEVELS = 16
@@ -100,7 +99,7 @@ def mix(colour: str, background: str, share: float) -> str:
 
 
 def density_colours(of: Theme) -> list[tuple[float, str]]:
-    """Return the stepped colour scale of the far view: code ``hue * LEVELS + level`` over ``len(HUES) * LEVELS - 1``."""
+    """Return the stepped colour scale of the far view; step ``hue * LEVELS + level`` of ``len(HUES) * LEVELS``."""
     total = len(HUES) * LEVELS
     scale: list[tuple[float, str]] = []
     for code in range(total):
@@ -135,7 +134,5 @@ def spec() -> dict[str, Any]:
         "font": FONT,
         "levels": LEVELS,
         "hues": [{"key": h.key, "label": h.label, "colour": h.colour, "ink": text_on(h.colour)} for h in HUES],
-        "themes": {
-            name: {**vars(of), "density": density_colours(of)} for name, of in THEMES.items()
-        },
+        "themes": {name: {**vars(of), "density": density_colours(of)} for name, of in THEMES.items()},
     }

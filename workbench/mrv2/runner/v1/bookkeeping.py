@@ -14,12 +14,14 @@ import torch
 
 from mrv2.device import Event, Stream
 from mrv2.instrument import stages
-from mrv2.runner.async_output import LogprobSlots, OutputSlot, OutputSlots, PendingLogprobs, PinnedOutput
+from mrv2.runner.async_logprobs import StepLogprobs
+from mrv2.runner.async_output import OutputSlot, OutputSlots, PinnedOutput
 from mrv2.runner.protocol import AsyncOutput, LogprobRows, SchedulerOutput, StepOutput
 from mrv2.runner.v1.cached_request import PLACEHOLDER, CachedRequestState
 from mrv2.runner.v1.input_batch import InputBatch
 
 TO_LIST_WAIT = "v1: to_list"
+TOKENS_WAIT = "v1: output tokens for penalties"
 
 
 class SampledStep(NamedTuple):
@@ -32,8 +34,7 @@ class SampledStep(NamedTuple):
     discard: np.ndarray
     # [B, 1] int64
     sampled: torch.Tensor
-    # [B, 1 + k] int64, [B, 1 + k] float32, [B] int64; () = not wanted
-    logprobs: tuple[torch.Tensor, ...]
+    logprobs: StepLogprobs | None
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class LateOutput:
     def get(self) -> StepOutput:
         """Wait for the output copy."""
         arrived = self.pending.get()
-        return _in_scheduling_order(self.sampled_step, arrived.sampled_token_ids, arrived.logprobs)
+        return _in_scheduling_order(self.sampled_step, arrived)
 
 
 class Bookkeeper:
@@ -70,16 +71,16 @@ class Bookkeeper:
         requests: dict[str, CachedRequestState],
         batch: InputBatch,
         slots: OutputSlots,
-        logprob_slots: LogprobSlots,
         main: Stream,
         transfer_event: Event,
     ) -> None:
         self.requests = requests
         self.batch = batch
         self.slots = slots
-        self.logprob_slots = logprob_slots
         self.main = main
         self.transfer_event = transfer_event
+        # async mode: the output of the last step, and the placeholders that it will fill
+        self._last: tuple[PinnedOutput, dict[int, tuple[CachedRequestState, int]]] | None = None
 
     def settle(self, step: SampledStep) -> AsyncOutput:
         """Sync mode: copy the tokens to the host, wait, and write them to every list.
@@ -87,20 +88,22 @@ class Bookkeeper:
         The host waits at once, so the copy stays on the main stream whatever the knob `output_copy` says.
         """
         slot = self.slots.take(len(step.req_ids))
-        pending = self._copy_out(step, slot, self.main)
+        self._copy_out(step, slot, self.main)
         self.transfer_event.record(self.main)
         self.transfer_event.synchronize(TO_LIST_WAIT)
         # [B, 1]
         sampled = slot.sampled.numpy().copy()
         self.slots.give_back(slot)
-        logprobs = pending.rows() if pending is not None else None
+        output = StepOutput(step.scheduled.step, step.req_ids, sampled, (~step.discard).astype(np.int32))
+        if step.logprobs is not None:
+            step.logprobs.arrive(output)
         token_lists: list[list[int]] = sampled.tolist()
         for row in np.flatnonzero(step.discard).tolist():
             token_lists[row].clear()
         for row, tokens in enumerate(token_lists):
             if tokens:
                 self._append(row, step.req_ids[row], tokens)
-        return DoneOutput(step.scheduled.step, _in_scheduling_order(step, sampled, logprobs))
+        return DoneOutput(step.scheduled.step, _in_scheduling_order(step, output))
 
     def defer(self, step: SampledStep, stream: Stream) -> AsyncOutput:
         """Async mode: write placeholders, send the tokens on their way on `stream`."""
@@ -116,7 +119,7 @@ class Bookkeeper:
         if stream is not self.main:
             stream.wait_event(self.main.record_event())
         slot = self.slots.take(len(step.req_ids))
-        logprobs = self._copy_out(step, slot, stream)
+        self._copy_out(step, slot, stream)
         pending = PinnedOutput(
             step=step.scheduled.step,
             req_ids=step.req_ids,
@@ -124,28 +127,38 @@ class Bookkeeper:
             done=stream.record_event(),
             slot=slot,
             slots=self.slots,
-            keep_alive=(step.sampled, *step.logprobs),
-            logprobs=logprobs,
+            keep_alive=(step.sampled,),
+            logprobs=step.logprobs,
             on_ready=lambda sampled: self._fill_in(expected, sampled),
         )
+        self._last = (pending, expected)
         return LateOutput(pending.step, pending, step)
+
+    def catch_up(self) -> None:
+        """Async mode: wait for the tokens of the step before, if placeholders stand for them, and fill them in.
+
+        Penalties, bad words and thinking budget are computed from the host's lists: the overlap is lost.
+        """
+        if self._last is not None and self._last[1]:
+            pending, expected = self._last
+            pending.done.synchronize(TOKENS_WAIT)
+            self._fill_in(expected, pending.slot[: len(pending.req_ids)].numpy())
+        self._last = None
+
+    def forget(self) -> None:
+        """No placeholder is waited for any more: every request is gone."""
+        self._last = None
 
     def _copy_out(
         self,
         step: SampledStep,
         slot: OutputSlot,
         stream: Stream,
-    ) -> PendingLogprobs | None:
+    ) -> None:
         """Submit the copies of the tokens and, if wanted, of the log-probabilities."""
-        num_reqs = len(step.req_ids)
         stream.copy(stages.OUTPUT_COPY, slot.sampled, step.sampled)
-        if not step.logprobs:
-            return None
-        pending = self.logprob_slots.take(num_reqs, step.logprobs[0].shape[1])
-        targets = (pending.token_ids, pending.logprobs, pending.ranks)
-        for target, source in zip(targets, step.logprobs, strict=True):
-            stream.copy(stages.OUTPUT_COPY, target, source)
-        return pending
+        if step.logprobs is not None:
+            step.logprobs.submit_copies(stream)
 
     def _append(self, row: int, req_id: str, tokens: list[int]) -> None:
         batch = self.batch
@@ -173,17 +186,23 @@ class Bookkeeper:
             row_now = self.batch.req_id_to_index.get(state.req_id)
             if row_now is not None:
                 self.batch.token_ids_cpu[row_now, state.num_prompt_tokens + index] = token
+        expected.clear()
 
 
-def _in_scheduling_order(
-    step: SampledStep,
-    # [B, 1], in batch order
-    sampled: np.ndarray,
-    logprobs: LogprobRows | None,
-) -> StepOutput:
+def _in_scheduling_order(step: SampledStep, arrived: StepOutput) -> StepOutput:
+    """Return the output with its rows in the order of `SchedulerOutput.req_ids`."""
     index = {req_id: row for row, req_id in enumerate(step.req_ids)}
     order = [index[req_id] for req_id in step.scheduled.req_ids]
+    place = {row: at for at, row in enumerate(order)}
+    logprobs = arrived.logprobs
     if logprobs is not None:
         logprobs = LogprobRows(logprobs.token_ids[order], logprobs.logprobs[order], logprobs.ranks[order])
-    num_sampled = (~step.discard[order]).astype(np.int32)
-    return StepOutput(step.scheduled.step, step.scheduled.req_ids, sampled[order], num_sampled, logprobs)
+    return StepOutput(
+        step.scheduled.step,
+        step.scheduled.req_ids,
+        arrived.sampled_token_ids[order],
+        arrived.num_sampled[order],
+        logprobs,
+        wide_logprobs={place[row]: rows for row, rows in arrived.wide_logprobs.items()},
+        prompt_logprobs={place[row]: runs for row, runs in arrived.prompt_logprobs.items()},
+    )

@@ -57,7 +57,11 @@ class InputBatch:
         self.top_p_reqs: set[str] = set()
         self.top_k_reqs: set[str] = set()
         self.min_p_reqs: set[str] = set()
-        self.num_logprobs: dict[str, int] = {}
+        # bias, allowed tokens, minimum length, penalties, bad words, thinking budget
+        self.feature_reqs: set[str] = set()
+        # of these, the ones that look at output tokens
+        self.history_reqs: set[str] = set()
+        self.logprob_reqs: set[str] = set()
         # [R] int32: row i of the logits is row i of the batch
         self.rows = CpuGpuBuffer(device, max_num_seqs, torch.int32)
         self.rows.np[:] = np.arange(max_num_seqs)
@@ -112,7 +116,9 @@ class InputBatch:
         self._changed = True
         for members in (self.greedy_reqs, self.random_reqs, self.top_p_reqs, self.top_k_reqs, self.min_p_reqs):
             members.discard(req_id)
-        self.num_logprobs.pop(req_id, None)
+        self.feature_reqs.discard(req_id)
+        self.history_reqs.discard(req_id)
+        self.logprob_reqs.discard(req_id)
         return row
 
     def condense(self) -> None:
@@ -164,7 +170,6 @@ class InputBatch:
         self.sampling_metadata = SamplingMetadata(
             all_greedy=all_greedy,
             all_random=not self.greedy_reqs,
-            max_num_logprobs=max(self.num_logprobs.values(), default=-1),
             rows=self.rows.gpu[:num_reqs],
             temperature=None if all_greedy else self.temperature.copy_to_gpu(stream, num_reqs),
             seeds=None if all_greedy else self.seeds.copy_to_gpu(stream, num_reqs),
@@ -195,8 +200,12 @@ class InputBatch:
         self.min_p.np[row] = params.min_p
         if params.min_p > 0.0:
             self.min_p_reqs.add(req_id)
-        if params.num_logprobs >= 0:
-            self.num_logprobs[req_id] = params.num_logprobs
+        if max(params.num_logprobs, params.num_prompt_logprobs) >= 0 or params.logprob_token_ids:
+            self.logprob_reqs.add(req_id)
+        if params.has_penalty or params.bad_words or params.thinking is not None:
+            self.history_reqs.add(req_id)
+        if params.has_bias or req_id in self.history_reqs:
+            self.feature_reqs.add(req_id)
 
     def _move_row(self, last: int, hole: int) -> None:
         """Move the last row into a hole and cut it off."""

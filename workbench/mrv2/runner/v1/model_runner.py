@@ -14,22 +14,26 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
-from mrv2.runner.async_output import LogprobSlots, OutputSlots
+from mrv2.runner.async_logprobs import StepLogprobs
+from mrv2.runner.async_output import OutputSlots
 from mrv2.runner.forward import ForwardBuffers
-from mrv2.runner.protocol import AsyncOutput, RunnerStats, SchedulerOutput
+from mrv2.runner.grammar_masks import GrammarMasks
+from mrv2.runner.protocol import AsyncOutput, GrammarMask, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.bookkeeping import Bookkeeper, SampledStep
 from mrv2.runner.v1.cached_request import CachedRequestState
+from mrv2.runner.v1.features import FeatureBuilder, FeatureTensors
 from mrv2.runner.v1.input_batch import InputBatch
+from mrv2.runner.v1.logprobs import PROMPT_WAIT, LogprobKeeper, LogprobWork, gather_prompts
 from mrv2.runner.v1.prepare import InputPreparer, PreparedStep, SampledOnDevice
 from mrv2.runner.v1.sampler import sample
 from mrv2.runner.v1.sampling_metadata import SamplingMetadata
 from mrv2.runner.v1.update_states import update_states
-from mrv2.sampling_params import MAX_LOGPROBS
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.model_state import ModelState
 
@@ -72,6 +76,12 @@ class ModelRunnerV1:
                 f"runner='v1' moves requests from row to row, but {type(model_state).__name__} keeps state by row: "
                 "use runner='v2'"
             )
+        if r.processors:
+            raise ConfigError(
+                f"runner='v1' moves requests from row to row, but the logits processors "
+                f"{', '.join(type(p).__name__ for p in r.processors)} keep state by row: use runner='v2', or load the "
+                "engine without them"
+            )
         self.device = r.device
         self.main = r.device.stream("main")
         self.copy_stream = r.device.stream("copy")
@@ -84,13 +94,17 @@ class ModelRunnerV1:
         )
         self.preparer = InputPreparer(r, self.batch, self.main)
         slots = OutputSlots(r.device, count=self.max_queue_depth, max_num_seqs=r.max_num_seqs)
-        logprob_slots = LogprobSlots(
+        self.bookkeeper = Bookkeeper(self.requests, self.batch, slots, self.main, r.device.event())
+        self.logprobs = LogprobKeeper(r, count=self.max_queue_depth)
+        self.features = FeatureBuilder(r.device, r.vocab_size, depth=self.max_queue_depth + 1)
+        # on the main stream: this runner has no other for inputs
+        self.grammar_masks = GrammarMasks(
             r.device,
-            count=self.max_queue_depth,
-            max_rows=r.max_num_seqs,
-            max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
+            self.main,
+            depth=self.max_queue_depth + 1,
+            max_num_seqs=r.max_num_seqs,
+            vocab_size=r.vocab_size,
         )
-        self.bookkeeper = Bookkeeper(self.requests, self.batch, slots, logprob_slots, self.main, r.device.event())
         # passed once the copies out of the shared pinned buffers have run
         self.prepare_inputs_event = r.device.event()
         self._stats = RunnerStats()
@@ -137,16 +151,21 @@ class ModelRunnerV1:
         self._stats.num_graph_replays += replayed
         self._pending = ExecuteModelState(scheduled, self.batch.ids, prepared, self.batch.sampling_metadata, holder)
 
-    def sample_tokens(self) -> AsyncOutput:
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> AsyncOutput:
         """Sample and keep the books; in sync mode the output is done when this returns."""
         assert self._pending is not None, "sample_tokens needs an execute_model before it"
         (scheduled, req_ids, prepared, metadata, holder), self._pending = self._pending, None
         num_reqs, knobs = len(req_ids), self.resources.knobs
         with stage(stages.V1_SAMPLE, scheduled.step):
+            if grammar is not None:
+                self._apply_grammar(grammar, scheduled, req_ids, holder)
             # a fresh tensor a step: the copy stream, and the next step, still read it
             sampled = self.device.empty((num_reqs, 1), torch.int64)
-            logprobs = self._logprob_tensors(num_reqs, metadata.max_num_logprobs)
-            self.main.run(stages.SAMPLE, _sample, holder, metadata, sampled, logprobs)
+            logprobs, work = self._logprobs(scheduled.step, prepared)
+            if self.batch.history_reqs and knobs.async_scheduling:
+                self.bookkeeper.catch_up()
+            features = self.features.build(scheduled.step, self.batch, self.requests, self.main)
+            self.main.run(stages.SAMPLE, _sample, holder, metadata, sampled, work, features)
         with stage(stages.V1_BOOKKEEP, scheduled.step):
             done = SampledStep(scheduled, req_ids, prepared.discard, sampled, logprobs)
             if not knobs.async_scheduling:
@@ -158,10 +177,20 @@ class ModelRunnerV1:
             stream = self.copy_stream if knobs.output_copy == "side_stream" else self.main
             return self.bookkeeper.defer(done, stream)
 
+    def _apply_grammar(
+        self, grammar: GrammarMask, scheduled: SchedulerOutput, req_ids: list[str], holder: LogitsHolder
+    ) -> None:
+        """Bring the masks from scheduling order into batch order and apply them at sampling time."""
+        row_of = {req_id: row for row, req_id in enumerate(req_ids)}
+        rows = [row_of[scheduled.req_ids[index]] for index in grammar.batch_rows.tolist()]
+        self.grammar_masks.submit(np.array(rows, dtype=np.int32), holder)
+        self.grammar_masks.release(self.main.record_event())
+
     def reset(self) -> None:
         """Forget every request."""
         self.requests.clear()
         self.batch.clear()
+        self.bookkeeper.forget()
         self._previous = None
 
     def _still_running(self, freed_req_ids: list[str]) -> SampledOnDevice | None:
@@ -172,13 +201,20 @@ class ModelRunnerV1:
                 previous.rows.pop(req_id, None)
         return previous
 
-    def _logprob_tensors(self, num_reqs: int, num_logprobs: int) -> tuple[torch.Tensor, ...]:
-        """Return device tensors ids [B, 1+k] int64, logprobs [B, 1+k] float32, ranks [B] int64; () for none."""
-        if num_logprobs < 0:
-            return ()
-        wide = (num_reqs, 1 + num_logprobs)
-        shapes = ((wide, torch.int64), (wide, torch.float32), ((num_reqs,), torch.int64))
-        return tuple(self.device.empty(shape, dtype) for shape, dtype in shapes)
+    def _logprobs(self, step: int, prepared: PreparedStep) -> tuple[StepLogprobs | None, LogprobWork | None]:
+        """Find out which log-probabilities are wanted, and compute those of prompts."""
+        query_start_loc = prepared.batch.query_start_loc_np
+        assert query_start_loc is not None, "input preparation fills query_start_loc_np"
+        logprobs = self.logprobs.transfers(self.batch, self.requests, prepared.discard, query_start_loc)
+        if logprobs is None:
+            return None, None
+        work = self.logprobs.work(step, logprobs, self.batch, self.requests, self.main)
+        if work.prompts:
+            hidden = self.resources.forward.buffers.hidden
+            self.main.run(stages.PROMPT_LOGPROBS, gather_prompts, self.resources.model, hidden, work)
+            if self.logprobs.finishes_prompt(logprobs, self.batch):
+                self.device.synchronize(PROMPT_WAIT)
+        return logprobs, work
 
 
 # Device code: reads nothing but its arguments.
@@ -201,6 +237,7 @@ def _sample(
     metadata: SamplingMetadata,
     # [B, 1] int64, out
     sampled: torch.Tensor,
-    logprobs: tuple[torch.Tensor, ...],
+    logprobs: LogprobWork | None,
+    features: FeatureTensors | None,
 ) -> None:
-    sample(holder.logits, holder.positions, metadata, sampled.view(-1), logprobs)
+    sample(holder.logits, holder.positions, metadata, sampled.view(-1), logprobs, features)

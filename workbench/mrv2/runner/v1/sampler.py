@@ -3,13 +3,15 @@
 Its noise is the stateless one of the V2 sampler: ``argmax(p / E)`` and ``argmax(log p - log E)`` are the
 same token, so that both runners give a request the same tokens.
 
-Legend: B requests (one logits row each), V vocabulary, k log-probabilities beside the sampled token's.
+Legend: B requests (one logits row each), V vocabulary.
 """
 
 from __future__ import annotations
 
 import torch
 
+from mrv2.runner.v1.features import FeatureTensors, apply_features
+from mrv2.runner.v1.logprobs import LogprobWork, gather_logprobs
 from mrv2.runner.v1.sampling_metadata import SamplingMetadata
 from mrv2_kernels.sampling.min_p import apply_min_p
 from mrv2_kernels.sampling.noise import exponential_noise
@@ -24,22 +26,27 @@ def sample(
     metadata: SamplingMetadata,
     # [B] int64, out
     sampled: torch.Tensor,
-    # [B, 1 + k] int64, [B, 1 + k] float32, [B] int64, out; () = not wanted
-    logprobs: tuple[torch.Tensor, ...],
+    logprobs: LogprobWork | None = None,
+    features: FeatureTensors | None = None,
 ) -> None:
     """Draw one token a row, -1 where the row holds NaN or nothing finite; device code."""
     precise = torch.promote_types(logits.dtype, torch.float32)
     # [B, V]
-    raw_logprobs = logits.log_softmax(dim=-1, dtype=precise) if logprobs else None
+    raw_logprobs = logits.log_softmax(dim=-1, dtype=precise) if logprobs is not None else None
     logits = logits.to(precise, copy=True)
+    if features is not None:
+        apply_features(logits, features)
     greedy = None if metadata.all_random else _best(logits)
     if metadata.all_greedy:
         assert greedy is not None, "a batch cannot be all greedy and all random"
         sampled.copy_(greedy)
     else:
         sampled.copy_(_sample_random(logits, positions, metadata, greedy))
-    if raw_logprobs is not None:
-        _gather_logprobs(raw_logprobs, sampled, *logprobs)
+    if logprobs is not None and raw_logprobs is not None:
+        if logprobs.narrow is not None:
+            gather_logprobs(raw_logprobs, sampled, logprobs.narrow)
+        for row, out, named in logprobs.wide:
+            gather_logprobs(raw_logprobs[row : row + 1], sampled[row : row + 1], out, named)
 
 
 def _sample_random(
@@ -72,21 +79,3 @@ def _best(scores: torch.Tensor) -> torch.Tensor:
     """Return the argmax of each row; -1 where it is NaN or -inf."""
     best, token = scores.max(dim=-1)
     return token.masked_fill(best.isnan() | (best == float("-inf")), -1)
-
-
-def _gather_logprobs(
-    # [B, V]
-    logprobs: torch.Tensor,
-    # [B] int64, -1 = none
-    sampled: torch.Tensor,
-    # [B, 1 + k] int64, [B, 1 + k] float32, [B] int64: out
-    out_ids: torch.Tensor,
-    out_logprobs: torch.Tensor,
-    out_ranks: torch.Tensor,
-) -> None:
-    """Write the sampled token's log-probability and rank, and the k most likely tokens."""
-    best, best_ids = logprobs.topk(out_ids.shape[1] - 1, dim=-1)
-    chosen = logprobs.gather(1, sampled.clamp(min=0).unsqueeze(1))
-    out_ids.copy_(torch.cat([sampled.unsqueeze(1), best_ids], dim=1))
-    out_logprobs.copy_(torch.cat([chosen, best], dim=1))
-    out_ranks.copy_((logprobs >= chosen).sum(dim=1))

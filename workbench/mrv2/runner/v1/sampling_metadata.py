@@ -13,8 +13,6 @@ class SamplingMetadata:
 
     all_greedy: bool
     all_random: bool
-    # -1 = no request wants logprobs
-    max_num_logprobs: int = -1
     # [B] int32: 0, 1, 2, ...
     rows: torch.Tensor | None = None
     # [B] float32, 0 = greedy

@@ -7,6 +7,8 @@ to model goes behind `ModelState`, what belongs to one sampling feature behind i
     main   |   [upload][staged writes][gather][prepare][forward][logits][sample]|[post-update] ...
     copy   |                                                                    [output copy n]
 
+With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.
+
 The host hands over ids and counts; it never reads a number that this step or the one before it
 computed on the device.
 """
@@ -19,15 +21,18 @@ import numpy as np
 import torch
 
 from mrv2.instrument import stages
-from mrv2.runner.async_output import LogprobSlots, OutputSlots, PinnedOutput
+from mrv2.runner.async_logprobs import LogprobTensors, StepLogprobs
+from mrv2.runner.async_output import OutputSlots, PinnedOutput
 from mrv2.runner.forward import ForwardBuffers
-from mrv2.runner.protocol import RunnerStats, SchedulerOutput
+from mrv2.runner.grammar_masks import GrammarMasks
+from mrv2.runner.protocol import GrammarMask, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.request_state import RequestState
-from mrv2.runner.v2.sampler import Sampler, SamplingContext, SamplingPlan, gather_logprobs
+from mrv2.runner.v2.sampler import Sampler, SamplingPlan
+from mrv2.runner.v2.sampling.context import SamplingContext
+from mrv2.runner.v2.sampling.logprobs import LogprobPlan, WideRow, gather_prompt, gather_sampled
 from mrv2.runner.v2.speculation import Speculation
 from mrv2.runner.v2.upload import StepUpload, UploadedBatch
-from mrv2.sampling_params import MAX_LOGPROBS
 from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.inputs.post_update import post_update
@@ -75,24 +80,30 @@ class ModelRunnerV2:
             max_model_len=r.max_model_len,
             blocks_per_row=r.blocks_per_row,
             num_groups=r.num_groups,
+            tables=r.processor_tables,
             max_num_spec_tokens=r.max_num_spec_tokens,
         )
         self.speculation = Speculation(r, self.state)
-        self.sampler = Sampler(self.state.arena, r.max_num_seqs)
+        self.sampler = Sampler(r, self.state.arena)
         self.upload = StepUpload(
             r.device, self.state.arena, r.max_num_seqs, r.forward.buffers.step_words, depth=r.max_queue_depth + 1
+        )
+        self.grammar_masks = GrammarMasks(
+            r.device,
+            r.device.stream("grammar"),
+            depth=r.max_queue_depth + 1,
+            max_num_seqs=r.max_num_seqs,
+            vocab_size=r.vocab_size,
         )
         width = 1 + r.max_num_spec_tokens
         self.output_slots = OutputSlots(
             r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs, max_width=width
         )
-        self.logprob_slots = LogprobSlots(
-            r.device,
-            count=r.max_queue_depth + 1,
-            max_rows=r.max_num_seqs * width,
-            max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
-        )
-        # [R] int32 zeros: nothing is rejected without drafts
+        # [R * (1 + K)] int32 0, 1, 2, ...: where row i of the batch is token i
+        self.token_index = r.device.empty((r.max_num_seqs * width,), torch.int32)
+        self.main.run(stages.UPLOAD, _fill_arange, self.token_index)
+        # [R] int32 zeros: nothing is rejected, and a request has one logits row, without drafts
+        self.local_positions = r.device.zeros((r.max_num_seqs,), torch.int32)
         self.num_rejected = r.device.zeros((r.max_num_seqs,), torch.int32)
         # [R * (1 + K)] int32, written by each step
         self.logits_indices = r.device.zeros((r.max_num_seqs * width,), torch.int32)
@@ -121,8 +132,9 @@ class ModelRunnerV2:
             max_seq_lens_np=scheduled.num_computed_tokens + scheduled.num_scheduled_tokens,
         )
         num_logits = num_reqs + num_drafts
-        logits_indices = self.logits_indices[:num_logits]
-        self._submit_preparation(batch, forward_batch, logits_indices, has_prefill)
+        # a batch of decodes and verifications alone needs logits of every token
+        row_is_token = num_logits == num_tokens
+        self._submit_preparation(batch, forward_batch, self.logits_indices[:num_logits], has_prefill)
         replayed = forward.run(key, forward_batch, self.main, knobs)
 
         holder = LogitsHolder()
@@ -133,25 +145,33 @@ class ModelRunnerV2:
             self.resources.model,
             forward.buffers,
             batch,
-            # a batch of decodes and verifications alone: row i is token i
-            num_logits if num_logits == num_tokens else logits_indices,
-            self._expanded(scheduled, batch, num_logits),
+            (self.token_index if row_is_token else self.logits_indices)[:num_logits],
+            *self._logit_rows(scheduled, batch, num_logits),
+            row_is_token=row_is_token,
         )
         self.stats.num_steps += 1
         self.stats.num_graph_replays += replayed
-        self._pending = ExecuteModelState(scheduled, batch, forward_batch, self.sampler.plan(rows), holder)
+        self._pending = ExecuteModelState(
+            scheduled, batch, forward_batch, self.sampler.plan(scheduled, rows, knobs.sampler), holder
+        )
 
-    def sample_tokens(self) -> PinnedOutput:
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> PinnedOutput:
         """Sample and verify, send the output on its way, advance the rows, and draft for the next step."""
         assert self._pending is not None, "sample_tokens needs an execute_model before it"
         (scheduled, batch, forward_batch, plan, holder), self._pending = self._pending, None
-        num_reqs, has_drafts = scheduled.num_reqs, bool(scheduled.num_draft_tokens.any())
-        num_logits = num_reqs + int(scheduled.num_draft_tokens.sum())
-        # [N, 1]; fresh tensors each step: the copy stream still reads them when the next step samples
-        targets = self.device.empty((num_logits, 1), torch.int64)
+        num_reqs, num_drafts = scheduled.num_reqs, int(scheduled.num_draft_tokens.sum())
+        assert not num_drafts or (grammar is None and plan.logprobs is None), "such a batch gets no drafts"
+        if grammar is not None:
+            # one logits row a request, in scheduling order
+            self.grammar_masks.submit(grammar.batch_rows, holder)
+        # [N, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
+        targets = self.device.empty((num_reqs + num_drafts, 1), torch.int64)
         self.main.run(stages.SAMPLE, self._sample, holder, self.sampler, plan, targets)
-        verified = self._verify(scheduled, batch, targets) if has_drafts else None
-        output = self._copy_output(scheduled, plan, holder, targets, verified)
+        verified = self._verify(scheduled, batch, targets) if num_drafts else None
+        logprobs = None
+        if plan.logprobs is not None:
+            logprobs = self._gather_logprobs(plan.logprobs, holder, forward_batch, targets)
+        output = self._copy_output(scheduled, targets, verified, logprobs, plan.errors)
         sampled, num_sampled, num_rejected = verified or (targets, batch.num_sampled, self.num_rejected[:num_reqs])
         self.main.run(
             stages.POST_UPDATE,
@@ -166,7 +186,9 @@ class ModelRunnerV2:
         )
         max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
         self.speculation.submit_drafts(self.main, self.resources.knobs, batch.idx_mapping, num_sampled, max_len)
-        self.upload.release(batch, self.main.record_event())
+        end_of_step = self.main.record_event()
+        self.upload.release(batch, end_of_step)
+        self.grammar_masks.release(end_of_step)
         return output
 
     def reset(self) -> None:
@@ -186,21 +208,15 @@ class ModelRunnerV2:
         row_of = state.row_of
         return np.array([row_of[req_id] for req_id in scheduled.req_ids], dtype=np.int32)
 
-    def _expanded(
+    def _logit_rows(
         self, scheduled: SchedulerOutput, batch: UploadedBatch, num_logits: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Submit the expansion to logits rows; None if a request has one row each. ([N], [N])"""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return, for each logits row, its request row and its place among the request's. ([N], [N])"""
         if num_logits == scheduled.num_reqs:
-            return None
+            return batch.idx_mapping, self.local_positions[:num_logits]
         rows = self.speculation.logit_slots[:num_logits], self.speculation.local_positions[:num_logits]
-        self.main.run(
-            stages.LOGITS,
-            Speculation.expand,
-            *rows,
-            batch.idx_mapping,
-            batch.cu_num_logits,
-            1 + int(scheduled.num_draft_tokens.max()),
-        )
+        max_rows = 1 + int(scheduled.num_draft_tokens.max())
+        self.main.run(stages.LOGITS, Speculation.expand, *rows, batch.idx_mapping, batch.cu_num_logits, max_rows)
         return rows
 
     def _verify(
@@ -264,38 +280,50 @@ class ModelRunnerV2:
             has_prefill,
         )
 
+    def _gather_logprobs(
+        self, plan: LogprobPlan, holder: LogitsHolder, batch: ForwardBatch, sampled: torch.Tensor
+    ) -> StepLogprobs:
+        """Submit the log-probabilities of the sampled tokens and of the step's prompt tokens."""
+        step, arena = self.sampler.logprobs.transfers(plan, len(sampled)), self.state.arena
+        if step.narrow is not None or step.wide:
+            wide = [(row, step.wide[row.batch_row].tensors) for row in plan.wide]
+            narrow = step.narrow.tensors if step.narrow is not None else None
+            self.main.run(stages.SAMPLE, self._gather_sampled, holder, sampled, narrow, wide, arena["logprob_ids"])
+        if step.prompts:
+            self.main.run(
+                stages.PROMPT_LOGPROBS,
+                gather_prompt,
+                self.resources.model,
+                self.resources.forward.buffers.hidden,
+                batch.positions,
+                batch.idx_mapping,
+                batch.query_start_loc,
+                arena["token_ids"],
+                arena["prompt_len"],
+                [(chunk, transfer.tensors) for chunk, transfer in step.prompts],
+            )
+        return step
+
     def _copy_output(
         self,
         scheduled: SchedulerOutput,
-        plan: SamplingPlan,
-        holder: LogitsHolder,
         # [N, 1] int64
         targets: torch.Tensor,
         verified: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        logprobs: StepLogprobs | None,
+        errors: dict[int, str],
     ) -> PinnedOutput:
         """Start the device-to-host copy before anything else of this step runs."""
-        num_reqs, num_logits, width = scheduled.num_reqs, targets.shape[0], 1 + plan.num_logprobs
         sampled = targets if verified is None else verified[0]
-        slot = self.output_slots.take(num_reqs, sampled.shape[1])
-        pairs = [(slot.sampled, sampled)]
-        if verified is not None:
-            pairs.append((slot.num_sampled, verified[1]))
-        pending = None
-        if width:
-            shapes = (
-                ((num_logits, width), torch.int64),
-                ((num_logits, width), torch.float32),
-                ((num_logits,), torch.int64),
-            )
-            on_device = [self.device.empty(shape, dtype) for shape, dtype in shapes]
-            pending = self.logprob_slots.take(num_logits, width)
-            self.main.run(stages.SAMPLE, self._gather_logprobs, holder, targets, *on_device)
-            pairs += zip((pending.token_ids, pending.logprobs, pending.ranks), on_device, strict=True)
+        slot = self.output_slots.take(scheduled.num_reqs, sampled.shape[1])
         stream = self.copy_stream if self.resources.knobs.output_copy == "side_stream" else self.main
         if stream is not self.main:
             stream.wait_event(self.main.record_event())
-        for target, source in pairs:
-            stream.copy(stages.OUTPUT_COPY, target, source)
+        stream.copy(stages.OUTPUT_COPY, slot.sampled, sampled)
+        if verified is not None:
+            stream.copy(stages.OUTPUT_COPY, slot.num_sampled, verified[1])
+        if logprobs is not None:
+            logprobs.submit_copies(stream)
         return PinnedOutput(
             step=scheduled.step,
             req_ids=scheduled.req_ids,
@@ -303,9 +331,9 @@ class ModelRunnerV2:
             done=stream.record_event(),
             slot=slot,
             slots=self.output_slots,
-            keep_alive=tuple(source for _, source in pairs),
-            logprobs=pending,
-            logprob_starts=np.cumsum(scheduled.num_draft_tokens + 1) - scheduled.num_draft_tokens - 1,
+            keep_alive=(targets,) if verified is None else verified,
+            logprobs=logprobs,
+            errors=errors,
         )
 
     # Device code: reads nothing but its arguments.
@@ -405,32 +433,37 @@ class ModelRunnerV2:
         model: CausalLM,
         buffers: ForwardBuffers,
         batch: UploadedBatch,
-        # [N]; a number N = row i of the batch is token i
-        logits_indices: torch.Tensor | int,
-        # logits row -> request row, and its place among the request's rows; None = one row a request
-        expanded: tuple[torch.Tensor, torch.Tensor] | None,
+        # [N] each: index of the row's token, request row, place among the request's rows
+        logits_indices: torch.Tensor,
+        logit_slots: torch.Tensor,
+        local_positions: torch.Tensor,
+        *,
+        row_is_token: bool,
     ) -> None:
-        if isinstance(logits_indices, int):
-            hidden, positions = buffers.hidden[:logits_indices], buffers.positions[:logits_indices]
+        if row_is_token:
+            num_logits = logits_indices.shape[0]
+            hidden, positions = buffers.hidden[:num_logits], buffers.positions[:num_logits]
         else:
             hidden = buffers.hidden.index_select(0, logits_indices)
             positions = buffers.positions.index_select(0, logits_indices)
         holder.logits = model.compute_logits(hidden)
-        holder.ctx = SamplingContext(batch.idx_mapping if expanded is None else expanded[0], positions)
+        holder.ctx = SamplingContext(
+            batch.idx_mapping, logit_slots, positions, local_positions, logits_indices, buffers.input_ids
+        )
 
     @staticmethod
     def _sample(holder: LogitsHolder, sampler: Sampler, plan: SamplingPlan, sampled: torch.Tensor) -> None:
         sampler.sample(holder.logits, holder.ctx, plan, sampled.view(-1))
 
     @staticmethod
-    def _gather_logprobs(
+    def _gather_sampled(
         holder: LogitsHolder,
         sampled: torch.Tensor,
-        ids: torch.Tensor,
-        logprobs: torch.Tensor,
-        ranks: torch.Tensor,
+        narrow: LogprobTensors | None,
+        wide: list[tuple[WideRow, LogprobTensors]],
+        logprob_ids: torch.Tensor,
     ) -> None:
-        gather_logprobs(holder.logits, sampled.view(-1), ids, logprobs, ranks)
+        gather_sampled(holder.logits, sampled.view(-1), narrow, wide, logprob_ids)
 
     @staticmethod
     def _post_update(
@@ -458,3 +491,7 @@ class ModelRunnerV2:
             num_rejected,
         )
         model_state.postprocess_state(forward_batch, num_sampled)
+
+
+def _fill_arange(out: torch.Tensor) -> None:
+    torch.arange(out.shape[0], out=out)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from mrv2.device import Device
+from mrv2.logits_processor import RowTable
 from mrv2.runner.protocol import NewRequest
 from mrv2.runner.v2.arena import DeviceArena
 from mrv2.runner.v2.sampler import SAMPLING_SECTIONS, Sampler
@@ -27,16 +30,23 @@ class RequestState:
         blocks_per_row: int,
         num_groups: int,
         max_num_spec_tokens: int,
+        tables: Sequence[RowTable] = (),
     ) -> None:
         rows = (max_num_seqs,)
         sections: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "token_ids": ((max_num_seqs, max_model_len), torch.int32),
+            "prompt_len": (rows, torch.int32),
             "prefill_len": (rows, torch.int32),
             "total_len": (rows, torch.int32),
             "num_computed_tokens": (rows, torch.int32),
             "num_blocks": (rows, torch.int32),
-            **{name: (rows, dtype) for name, dtype in SAMPLING_SECTIONS.items()},
+            **{
+                name: ((max_num_seqs, width) if width else rows, dtype)
+                for name, (width, dtype) in SAMPLING_SECTIONS.items()
+            },
         }
+        for table in tables:
+            sections[table.name] = ((max_num_seqs, table.width), table.dtype)
         for group in range(num_groups):
             sections[f"block_table_{group}"] = ((max_num_seqs, blocks_per_row), torch.int32)
         self.arena = DeviceArena(device, sections)
@@ -65,13 +75,14 @@ class RequestState:
         self.prefill_len_np[row] = num_tokens
         self.num_blocks_np[row] = len(request.block_ids[0])
         arena.stage("token_ids", row, request.token_ids)
+        arena.stage_scalar("prompt_len", row, request.prompt_len)
         arena.stage_scalar("prefill_len", row, num_tokens)
         arena.stage_scalar("total_len", row, num_tokens)
         arena.stage_scalar("num_computed_tokens", row, request.num_computed_tokens)
         arena.stage_scalar("num_blocks", row, len(request.block_ids[0]))
         for group, block_ids in enumerate(request.block_ids):
             arena.stage(f"block_table_{group}", row, block_ids)
-        sampler.add(row, request.sampling)
+        sampler.add(row, request.sampling, request.prompt_len)
         return row
 
     def append_blocks(self, req_id: str, block_ids: tuple[list[int], ...]) -> None:

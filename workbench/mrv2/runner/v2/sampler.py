@@ -1,140 +1,92 @@
 """The V2 sampler: per-feature states that live in rows, and one pass over the logits.
 
-Each feature is a state object with the same verbs: `add(row, params)` stages a request's
-parameters into the arena (the arena's one launch applies them) and `apply(logits, ctx)` changes the
-logits in place.  A feature that no request of the batch uses launches nothing: a host flag a row
-decides.
+Each feature is a state object with the same verbs (`SamplerFeature`): `add` stages a request's
+parameters into the arena, whose one launch applies them, and `apply` changes the logits in place.  A
+feature that no request of the batch uses launches nothing: a host flag a row decides.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from mrv2.runner.protocol import RowSampling
+from mrv2.runner.protocol import RowSampling, SchedulerOutput
+from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.arena import DeviceArena
-from mrv2_kernels.sampling.gumbel import gumbel_sample
-from mrv2_kernels.sampling.logprobs import topk_logprobs
-from mrv2_kernels.sampling.min_p import apply_min_p
-from mrv2_kernels.sampling.temperature import apply_temperature
-from mrv2_kernels.sampling.top_k_top_p import apply_top_k_top_p
+from mrv2.runner.v2.sampling.bad_words import BAD_WORDS_ROW_WORDS, BadWordsState
+from mrv2.runner.v2.sampling.context import SamplerFeature, SamplingContext
+from mrv2.runner.v2.sampling.logit_bias import BIAS_ROW_WORDS, LogitBiasState
+from mrv2.runner.v2.sampling.logprobs import LOGPROB_IDS_ROW_WORDS, LogprobPlan, LogprobState
+from mrv2.runner.v2.sampling.penalties import PENALTY_WORDS, PenaltyState
+from mrv2.runner.v2.sampling.processors import LogitsProcessorState, ProcessorPlan
+from mrv2.runner.v2.sampling.thinking_budget import THINKING_ROW_WORDS, ThinkingBudgetState
+from mrv2.runner.v2.variants import DRAW_SECTIONS, DrawPlan, TokenDraw
 
-SAMPLING_SECTIONS: dict[str, torch.dtype] = {
-    "seeds": torch.int64,
-    "temperature": torch.float32,
-    # 0 for greedy rows, else 1: the temperature that is left once the logits were divided
-    "noise_scale": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
+# name -> words of a row (0 = one element), dtype
+SAMPLING_SECTIONS: dict[str, tuple[int, torch.dtype]] = {
+    **{name: (0, dtype) for name, dtype in DRAW_SECTIONS.items()},
+    "penalties": (PENALTY_WORDS, torch.float32),
+    # history tokens that the penalties have counted; 0 = the row is new
+    "counted_len": (0, torch.int32),
+    # bit i = the row uses logits processor i
+    "processors": (0, torch.int32),
+    "logit_bias": (BIAS_ROW_WORDS, torch.int32),
+    "bad_words": (BAD_WORDS_ROW_WORDS, torch.int32),
+    "thinking": (THINKING_ROW_WORDS, torch.int32),
+    "logprob_ids": (LOGPROB_IDS_ROW_WORDS, torch.int32),
 }
-
-
-@dataclass(slots=True)
-class SamplingContext:
-    """Where each logits row comes from; request state itself is never expanded per row."""
-
-    # [N] int32, logits row -> request row
-    logit_slots: torch.Tensor
-    # [N] int32, position of the input token that produced the row
-    positions: torch.Tensor
-
-
-class SamplerFeature(Protocol):
-    """What a sampler feature can do."""
-
-    # [R] bool, host: the row uses this feature
-    used: np.ndarray
-
-    def add(self, row: int, params: RowSampling) -> None: ...
-
-    def apply(self, logits: torch.Tensor, ctx: SamplingContext) -> None: ...
-
-
-class TemperatureState:
-    """Divides by the temperature; greedy rows (0) and neutral rows (1) are left alone."""
-
-    def __init__(self, arena: DeviceArena, max_num_seqs: int) -> None:
-        self.arena = arena
-        self.used = np.zeros(max_num_seqs, dtype=np.bool_)
-
-    def add(self, row: int, params: RowSampling) -> None:
-        self.used[row] = params.temperature not in (0.0, 1.0)
-        self.arena.stage_scalar("temperature", row, params.temperature)
-        self.arena.stage_scalar("noise_scale", row, float(params.temperature != 0.0))
-        self.arena.stage_scalar("seeds", row, params.seed)
-
-    def apply(self, logits: torch.Tensor, ctx: SamplingContext) -> None:
-        apply_temperature(logits, ctx.logit_slots, self.arena["temperature"])
-
-
-class MinPState:
-    """Masks tokens less likely than ``min_p`` times the most likely one."""
-
-    def __init__(self, arena: DeviceArena, max_num_seqs: int) -> None:
-        self.arena = arena
-        self.used = np.zeros(max_num_seqs, dtype=np.bool_)
-
-    def add(self, row: int, params: RowSampling) -> None:
-        self.used[row] = params.min_p > 0.0
-        self.arena.stage_scalar("min_p", row, params.min_p)
-
-    def apply(self, logits: torch.Tensor, ctx: SamplingContext) -> None:
-        apply_min_p(logits, ctx.logit_slots, self.arena["min_p"])
-
-
-class TopKTopPState:
-    """Keeps the k most likely tokens, then the smallest set of them that holds the mass p."""
-
-    def __init__(self, arena: DeviceArena, max_num_seqs: int) -> None:
-        self.arena = arena
-        self.used = np.zeros(max_num_seqs, dtype=np.bool_)
-
-    def add(self, row: int, params: RowSampling) -> None:
-        self.used[row] = params.top_k > 0 or params.top_p < 1.0
-        self.arena.stage_scalar("top_k", row, params.top_k)
-        self.arena.stage_scalar("top_p", row, params.top_p)
-
-    def apply(self, logits: torch.Tensor, ctx: SamplingContext) -> None:
-        apply_top_k_top_p(logits, ctx.logit_slots, self.arena["top_k"], self.arena["top_p"])
 
 
 @dataclass(slots=True)
 class SamplingPlan:
     """What the host knows of a batch's sampling; handed to the device with the batch."""
 
-    features: list[SamplerFeature]
-    # -1 = no request of the batch wants logprobs
-    num_logprobs: int
+    # in order of application, each with what its `plan` returned
+    features: list[tuple[SamplerFeature, Any]]
+    draw: DrawPlan
+    # None = no request of the batch wants log-probabilities
+    logprobs: LogprobPlan | None
+    # batch row -> why its request must end; filled by device code
+    errors: dict[int, str]
 
 
 class Sampler:
     """Owns the features in the order in which they are applied."""
 
-    def __init__(self, arena: DeviceArena, max_num_seqs: int) -> None:
+    def __init__(self, resources: RunnerResources, arena: DeviceArena) -> None:
+        device, max_num_seqs = resources.device, resources.max_num_seqs
         self.arena = arena
+        max_logits_rows = max_num_seqs * (1 + resources.max_num_spec_tokens)
+        self.token_draw = TokenDraw(device, arena, max_num_seqs, max_logits_rows)
+        self.logprobs = LogprobState(resources, arena)
+        # [R] bool: the row uses a feature; most batches are done with one look at it
+        self._has_feature = np.zeros(max_num_seqs, dtype=np.bool_)
         self.features: list[SamplerFeature] = [
-            TemperatureState(arena, max_num_seqs),
-            MinPState(arena, max_num_seqs),
-            TopKTopPState(arena, max_num_seqs),
+            LogitBiasState(arena, max_num_seqs),
+            PenaltyState(device, arena, max_num_seqs),
+            BadWordsState(arena, max_num_seqs),
+            LogitsProcessorState(resources.processors, resources.processor_tables, arena, max_num_seqs),
+            ThinkingBudgetState(arena, max_num_seqs),
         ]
-        self.num_logprobs_np = np.full(max_num_seqs, -1, dtype=np.int32)
 
-    def add(self, row: int, params: RowSampling) -> None:
+    def add(self, row: int, params: RowSampling, prompt_len: int) -> None:
         """Stage a request's parameters."""
         for feature in self.features:
-            feature.add(row, params)
-        self.num_logprobs_np[row] = params.num_logprobs
+            feature.add(row, params, prompt_len)
+        self._has_feature[row] = any(feature.used[row] for feature in self.features)
+        self.token_draw.add(row, params)
+        self.logprobs.add(row, params, prompt_len)
 
-    def plan(self, rows: np.ndarray) -> SamplingPlan:
-        """Return what has to be launched for the batch `rows` [B]."""
-        active = [bool(feature.used[rows].any()) for feature in self.features]
-        # temperature alone is applied by the sampling kernel itself
-        features = [f for f, on in zip(self.features, active, strict=True) if on] if any(active[1:]) else []
-        return SamplingPlan(features, int(self.num_logprobs_np[rows].max(initial=-1)))
+    def plan(self, scheduled: SchedulerOutput, rows: np.ndarray, variant: str) -> SamplingPlan:
+        """Return what has to be launched for the batch `rows` [B]; `variant` is the knob `sampler`."""
+        features: list[tuple[SamplerFeature, Any]] = []
+        if self._has_feature[rows].any():
+            features = [(feature, feature.plan(rows)) for feature in self.features if feature.used[rows].any()]
+        errors = next((planned.errors for _, planned in features if isinstance(planned, ProcessorPlan)), {})
+        return SamplingPlan(features, self.token_draw.plan(rows, variant), self.logprobs.plan(scheduled, rows), errors)
 
     def sample(
         self,
@@ -146,24 +98,8 @@ class Sampler:
         sampled: torch.Tensor,
     ) -> None:
         """Draw one token a row; device code."""
-        noise_scale = self.arena["temperature"]
         if plan.features:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-            for feature in plan.features:
-                feature.apply(logits, ctx)
-            noise_scale = self.arena["noise_scale"]
-        gumbel_sample(logits, sampled, ctx.logit_slots, ctx.positions, noise_scale, self.arena["seeds"])
-
-
-def gather_logprobs(
-    # [N, V], raw
-    logits: torch.Tensor,
-    # [N] int64
-    sampled: torch.Tensor,
-    # [N, 1+k] int64, [N, 1+k] float32, [N] int64: out
-    out_ids: torch.Tensor,
-    out_logprobs: torch.Tensor,
-    out_ranks: torch.Tensor,
-) -> None:
-    """Log-probabilities of the raw logits for the sampled and the k most likely tokens; device code."""
-    topk_logprobs(logits, sampled, out_ids, out_logprobs, out_ranks)
+            for feature, planned in plan.features:
+                feature.apply(logits, ctx, planned)
+        self.token_draw.draw(plan.draw, logits, ctx, sampled, may_change=bool(plan.features))

@@ -10,6 +10,7 @@ The pinned half is a ring, for the host runs ahead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,10 @@ import torch
 
 from mrv2.device import Device, Event, PinnedRing, Stream
 from mrv2.instrument import stages
+from mrv2.logits_processor import RowTable
 from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.v2.arena import DeviceArena
+from mrv2.runner.v2.sampler import SAMPLING_SECTIONS
 
 
 @dataclass(slots=True)
@@ -44,11 +47,18 @@ class UploadedBatch:
 
 
 def step_words_capacity(
-    *, max_num_seqs: int, max_model_len: int, blocks_per_row: int, num_groups: int, max_num_spec_tokens: int = 0
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    blocks_per_row: int,
+    num_groups: int,
+    tables: Sequence[RowTable] = (),
 ) -> int:
     """Return the words that the largest possible step uploads: every row taken anew with a full history."""
-    runs_per_row = 17 + 2 * num_groups
-    words_per_row = max_model_len + num_groups * blocks_per_row + 2 * max_num_spec_tokens + 3 * runs_per_row
+    sampling_words = sum(max(width, 1) * dtype.itemsize // 4 for width, dtype in SAMPLING_SECTIONS.values())
+    sampling_words += sum(3 + table.width for table in tables)
+    runs_per_row = 16 + len(SAMPLING_SECTIONS) + 2 * num_groups
+    words_per_row = max_model_len + num_groups * blocks_per_row + sampling_words + 3 * runs_per_row
     return 4 * max_num_seqs + 3 + max_num_seqs * words_per_row
 
 

@@ -6,32 +6,37 @@ from collections.abc import Callable
 
 import numpy as np
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # these return when the data has arrived
-_BLOCKING_COPIES = frozenset(
+_BLOCKING_COPIES = _words(
     "cudaMemcpy cudaMemcpy2D cudaMemcpy3D cudaMemcpyToSymbol cudaMemcpyFromSymbol cudaMemcpyToArray "
     "cudaMemcpyFromArray cudaMemcpy2DToArray cudaMemcpy2DFromArray cudaMemcpyPeer cudaMemcpy3DPeer "
     "cuMemcpy cuMemcpyHtoD cuMemcpyDtoH cuMemcpyAtoH cuMemcpyHtoA cuMemcpy2D cuMemcpy2DUnaligned cuMemcpy3D "
-    "cuMemcpyPeer cuMemcpy3DPeer".split()
+    "cuMemcpyPeer cuMemcpy3DPeer"
 )
 # copies inside device memory and sets need not hold the caller
-_BLOCKING_SETS = frozenset("cudaMemset cudaMemset2D cudaMemset3D".split())
-_ALLOCATIONS = frozenset(
+_BLOCKING_SETS = _words("cudaMemset cudaMemset2D cudaMemset3D")
+_ALLOCATIONS = _words(
     "cudaMalloc cudaMallocPitch cudaMalloc3D cudaMallocArray cudaMallocHost cudaHostAlloc cudaMallocManaged cudaFree "
     "cudaFreeHost cudaFreeArray cuMemAlloc cuMemAllocPitch cuMemAllocHost cuMemHostAlloc cuMemAllocManaged cuMemFree "
     "cuMemFreeHost cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess cudaMallocAsync cudaFreeAsync "
-    "cuMemAllocAsync cuMemFreeAsync cudaMallocFromPoolAsync cuMemAllocFromPoolAsync".split()
+    "cuMemAllocAsync cuMemFreeAsync cudaMallocFromPoolAsync cuMemAllocFromPoolAsync"
 )
 # stream-ordered ones hold nobody
 _ASYNC_ALLOCATIONS = frozenset(name for name in _ALLOCATIONS if name.endswith("Async"))
-_REGISTRATIONS = frozenset("cudaHostRegister cudaHostUnregister cuMemHostRegister cuMemHostUnregister".split())
-_MODULE_LOADS = frozenset(
+_REGISTRATIONS = _words("cudaHostRegister cudaHostUnregister cuMemHostRegister cuMemHostUnregister")
+_MODULE_LOADS = _words(
     "cuModuleLoad cuModuleLoadData cuModuleLoadDataEx cuModuleLoadFatBinary cuModuleUnload cuLibraryLoadData "
-    "cuLibraryLoadFromFile cuLibraryUnload cudaLibraryLoadData cudaLibraryLoadFromFile cudaLibraryUnload".split()
+    "cuLibraryLoadFromFile cuLibraryUnload cudaLibraryLoadData cudaLibraryLoadFromFile cudaLibraryUnload"
 )
 # torch operators that read device values into Python; on a device tensor each waits
-_FRAMEWORK_READS = frozenset(
+_FRAMEWORK_READS = _words(
     "aten::_local_scalar_dense aten::item aten::nonzero aten::is_nonzero aten::masked_select aten::argwhere "
-    "aten::unique_consecutive aten::_unique2 aten::equal aten::repeat_interleave".split()
+    "aten::unique_consecutive aten::_unique2 aten::equal aten::repeat_interleave"
 )
 
 

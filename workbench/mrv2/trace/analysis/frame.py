@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from mrv2.trace.table import TraceError
 if TYPE_CHECKING:
     import pandas as pd
 
+# columns, [num_rows]; `Number` is int64, or float64 where it is a mean over several devices
+Float64 = Annotated[np.ndarray, np.dtype(np.float64)]
+Number = Annotated[np.ndarray, "int64 or float64"]
 _F = TypeVar("_F", bound="Frame")
 Column = Any
 
@@ -102,5 +105,5 @@ def cell_text(name: str, value: Any) -> str:
     if name.endswith("_ns"):
         return f"{value / 1e3:,.1f}"
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return str(int(value)) if value.is_integer() and not name.startswith("overlap") else f"{value:.3f}"
     return str(value)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from mrv2.trace.columns import Int64
 from mrv2.trace.table import Ops, Trace
 
 # earlier than any event: "nothing to wait for"
@@ -18,15 +19,15 @@ class LaunchJoin:
     """Operations and the calls that own them, joined by (process, correlation id)."""
 
     # row in `Trace.api` for each operation, -1 none; int64 [num_ops]
-    call: np.ndarray
+    call: Int64
     # operations whose correlation id names several calls of their process
     num_ambiguous: int
     # calls that own operations, ascending; int64 [num_launches]
-    launch: np.ndarray
+    launch: Int64
     # per launch: its operation that starts first, as a row in `Trace.ops`; int64 [num_launches]
-    first_op: np.ndarray
+    first_op: Int64
     # row in `launch` for each operation, -1 none; int64 [num_ops]
-    launch_of_op: np.ndarray
+    launch_of_op: Int64
 
     @cached_property
     def has_call(self) -> np.ndarray:
@@ -102,11 +103,13 @@ class Queue:
     """Operations in the order in which they were submitted to one stream (or to all streams of one process)."""
 
     # when each was submitted: start of its call, or of itself if the call is unknown; sorted, int64 [num_ops]
-    submitted: np.ndarray
+    submitted: Int64
+    # their rows in ``ops``
+    row: Int64
     # latest end of this and all earlier ones
-    finish: np.ndarray
+    finish: Int64
     # sorted ends
-    ends: np.ndarray
+    ends: Int64
 
     def finish_before(self, times: np.ndarray) -> np.ndarray:
         """Return when all that was submitted before each of `times` is done; `NEVER` if nothing was."""
@@ -114,6 +117,11 @@ class Queue:
             return np.full(len(times), NEVER, np.int64)
         row = np.searchsorted(self.submitted, times, "left") - 1
         return np.where(row >= 0, self.finish[row], NEVER)
+
+    def last_before(self, times: np.ndarray) -> np.ndarray:
+        """Return the operation (row in ``ops``) submitted last before each of `times`, or -1; int64."""
+        at = np.searchsorted(self.submitted, times, "left") - 1
+        return np.where(at >= 0, self.row[at], -1) if len(self.row) else np.full(len(times), -1, np.int64)
 
     def pending_at(self, times: np.ndarray) -> np.ndarray:
         """Return how many operations were submitted before each of `times` and not done by then; int64."""
@@ -154,8 +162,7 @@ class Queues:
             submitted, end = self._submitted[rows], ops.end[rows]
             if np.any(submitted[1:] < submitted[:-1]):
                 order = np.argsort(submitted, kind="stable")
-                submitted, end = submitted[order], end[order]
+                rows, submitted, end = rows[order], submitted[order], end[order]
             ends = end if np.all(end[1:] >= end[:-1]) else np.sort(end)
-            found = self._built[(process, scope, key)] = Queue(submitted, np.maximum.accumulate(end), ends)
+            found = self._built[(process, scope, key)] = Queue(submitted, rows, np.maximum.accumulate(end), ends)
         return found
-

@@ -11,6 +11,8 @@ import numpy as np
 from mrv2.trace.analysis.host import HostTime
 from mrv2.trace.analysis.join import LaunchJoin, Queues, join_launches
 from mrv2.trace.analysis.nesting import Nests, ThreadKey, split_by_thread
+from mrv2.trace.analysis.step_ids import StepIds
+from mrv2.trace.analysis.stream_order import StreamOrder
 from mrv2.trace.analysis.sync_rows import Columns, find_host_syncs
 from mrv2.trace.analysis.windows import OWN_DOMAIN, StepSpan, StepWindows, find_steps
 from mrv2.trace.intervals import Intervals, union
@@ -109,6 +111,16 @@ class Analysis:
         return Nests(self.trace)
 
     @cached_property
+    def step_ids(self) -> StepIds:
+        """Which step ranges, calls and operations belong to."""
+        return StepIds(self.trace, self.join, self.nests, self.windows, self._step_marks[0])
+
+    @cached_property
+    def stream_order(self) -> StreamOrder:
+        """What precedes each operation on its stream."""
+        return StreamOrder(self.trace, self.join, self.queues)
+
+    @cached_property
     def sync_rows(self) -> Columns:
         """All host waits of the capture (`find_host_syncs`)."""
         rows = find_host_syncs(self.trace, self.join)
@@ -142,15 +154,19 @@ class Analysis:
 
     def busy(self, device: int, *, compute: bool = False) -> Intervals:
         """Return when a device ran anything (``compute``: kernels, graphs and stages only), clipped to the window."""
+        return self.busy_anywhere(device, compute=compute).clip(*self.window)
+
+    def busy_anywhere(self, device: int, *, compute: bool = False) -> Intervals:
+        """Return `busy` of the whole capture."""
         key = (device, compute)
         if key not in self._busy:
             ops = self.trace.ops
             mine = ops.device == device
             if compute:
-                mine &= np.isin(ops.kind, (OpKind.KERNEL, OpKind.GRAPH, OpKind.STAGE))
+                mine &= (ops.kind == OpKind.KERNEL) | (ops.kind == OpKind.GRAPH) | (ops.kind == OpKind.STAGE)
             rows = slice(None) if mine.all() else np.flatnonzero(mine)
             self._busy[key] = union(ops.start[rows], ops.end[rows])
-        return self._busy[key].clip(*self.window)
+        return self._busy[key]
 
     @cached_property
     def _busy(self) -> dict[tuple[int, bool], Intervals]:
@@ -194,7 +210,14 @@ class Analysis:
         """Return the gaps of the GPU and what caused them, to the nanosecond; None without GPU rows."""
         from mrv2.trace.analysis.bubbles import find_bubbles
 
-        return find_bubbles(self, self.min_bubble_ns if min_ns is None else min_ns)
+        limit = self.min_bubble_ns if min_ns is None else min_ns
+        if limit not in self._bubbles:
+            self._bubbles[limit] = find_bubbles(self, limit)
+        return self._bubbles[limit]
+
+    @cached_property
+    def _bubbles(self) -> dict[int, Bubbles | None]:
+        return {}
 
     def syncs(self) -> SyncTable | None:
         """Return every host wait with its price, dearest first; None if none could have been recorded."""

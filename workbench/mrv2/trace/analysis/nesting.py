@@ -7,6 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from mrv2.trace.columns import Int64
+from mrv2.trace.intervals import Intervals, overlap_join, union
 from mrv2.trace.table import RangeKind, Trace
 
 ThreadKey = tuple[int, int]
@@ -19,16 +21,16 @@ class Nest:
     Nodes are in preorder: a parent comes before its children, and the subtree of node i is ``i .. last[i]``.
     """
 
-    # row in `Trace.ranges`; int64 [num_nodes]
-    row: np.ndarray
+    # all [num_nodes]; row in `Trace.ranges`
+    row: Int64
     # a child that outlives its parent is cut at the parent's end
-    start: np.ndarray
-    end: np.ndarray
+    start: Int64
+    end: Int64
     # node, or -1
-    parent: np.ndarray
-    depth: np.ndarray
+    parent: Int64
+    depth: Int64
     # one past the last node of the subtree
-    last: np.ndarray
+    last: Int64
     # True if some range had to be cut
     was_crossed: bool
 
@@ -57,21 +59,18 @@ class Nest:
     def containing(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return the innermost node that holds each ``[start, end]`` whole, or -1; int64."""
         node = self.at(start)
-        while True:
-            straddles = (node >= 0) & (self.end[node] < end)
-            if not straddles.any():
-                return node
-            node = np.where(straddles, self.parent[node], node)
+        while (held := np.flatnonzero(node >= 0)).size:
+            straddles = held[self.end[node[held]] < end[held]]
+            if not len(straddles):
+                break
+            node[straddles] = self.parent[node[straddles]]
+        return node
 
     def segments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return sorted disjoint ``start, end`` with the innermost node of each; instants outside all are left out."""
+        """Return sorted disjoint ``start, end`` with the innermost range (row) of each; gaps are left out."""
         edges, node = self._edges
         inside = np.flatnonzero(node[:-1] >= 0)
-        return edges[inside], edges[inside + 1], node[inside]
-
-    def roots(self) -> np.ndarray:
-        """Return the outermost nodes in order of time."""
-        return np.flatnonzero(self.parent < 0)
+        return edges[inside], edges[inside + 1], self.row[node[inside]]
 
 
 def build_nest(row: np.ndarray, start: np.ndarray, end: np.ndarray) -> Nest:
@@ -125,12 +124,19 @@ def _subtree_ends(depth: np.ndarray) -> np.ndarray:
 class Nests:
     """The `Nest` of each thread of a trace, built when it is first asked for."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, keep: np.ndarray | None = None) -> None:
+        """Take the rows of ``ranges`` that `keep` (bool mask) selects, by default all."""
         self._trace = trace
         self._built: dict[ThreadKey, Nest] = {}
         ranges = trace.ranges
-        plain = (ranges.kind == RangeKind.PUSH_POP) & (ranges.end > ranges.start)
+        real = ranges.end > ranges.start
+        if keep is not None:
+            real &= keep
+        plain = real & (ranges.kind == RangeKind.PUSH_POP)
         self._rows = split_by_thread(ranges.process, ranges.thread, np.flatnonzero(plain))
+        # start/end ranges that stay on their thread; they need not nest
+        loose = real & (ranges.kind == RangeKind.START_END) & (ranges.thread == ranges.end_thread)
+        self._loose_rows = split_by_thread(ranges.process, ranges.thread, np.flatnonzero(loose))
 
     @property
     def threads(self) -> list[ThreadKey]:
@@ -143,6 +149,24 @@ class Nests:
             ranges = self._trace.ranges
             self._built[key] = build_nest(rows, ranges.start[rows], ranges.end[rows])
         return self._built[key]
+
+    def segments(self, key: ThreadKey) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return sorted disjoint ``start, end`` with the innermost range of each (row in ``ranges``).
+
+        Start/end ranges count only where the thread is in no push/pop range.
+        """
+        start, end, row = self[key].segments()
+        loose = self._loose_rows.get(key)
+        if loose is None:
+            return start, end, row
+        ranges = self._trace.ranges
+        low, high, owner = build_nest(loose, ranges.start[loose], ranges.end[loose]).segments()
+        free = union(low, high) - union(start, end)
+        piece, segment = overlap_join(free.start, free.end, Intervals(low, high))
+        start = np.concatenate([start, np.maximum(free.start[piece], low[segment])])
+        end = np.concatenate([end, np.minimum(free.end[piece], high[segment])])
+        order = np.argsort(start, kind="stable")
+        return start[order], end[order], np.concatenate([row, owner[segment]])[order]
 
     def path(self, key: ThreadKey, node: int) -> str:
         """Return the names from the outermost range to `node`, joined by " > "; an empty string for -1."""

@@ -1,6 +1,6 @@
 """Busy, overlapped, exposed and idle time.
 
-With C the CPU work of the engine threads, B the busy time of one device, W the window and ``|.|`` the length of a union::
+With C the CPU work of the engine threads, B the busy time of one device, W the window, ``|.|`` the length of a union::
 
     overlap, CPU view   |C & B| / |C|      share of the CPU work hidden behind the GPU
     overlap, GPU view   |C & B| / |B|
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mrv2.trace.analysis.frame import Frame, cell_text
+from mrv2.trace.analysis.frame import Float64, Frame, cell_text
+from mrv2.trace.columns import Int64
 from mrv2.trace.intervals import Intervals, union
 from mrv2.trace.table import CopyKind, OpKind
 
@@ -219,17 +220,18 @@ def overview(analysis: Analysis) -> Overview:
 class CopyOverlap(Frame):
     """How much of the copies of each kind on each stream ran beside kernels."""
 
-    device: np.ndarray
-    stream: np.ndarray
+    # all columns [num_rows]
+    device: Int64
+    stream: Int64
     # CopyKind by name, or its number
     kind: list[str]
-    copies: np.ndarray
-    bytes: np.ndarray
+    copies: Int64
+    bytes: Int64
     # union of the copies, and the part of it beside kernels or graphs
-    time_ns: np.ndarray
-    hidden_ns: np.ndarray
+    time_ns: Int64
+    hidden_ns: Int64
     # hidden / time; NaN for copies without duration
-    hidden_share: np.ndarray
+    hidden_share: Float64
 
 
 def copy_overlap(analysis: Analysis) -> CopyOverlap | None:

@@ -9,6 +9,7 @@ import numpy as np
 from mrv2.trace.analysis.calls import is_allocation, is_framework_read, is_implicit_sync, rows_named
 from mrv2.trace.analysis.join import LaunchJoin
 from mrv2.trace.analysis.nesting import split_by_thread
+from mrv2.trace.analysis.windows import outermost
 from mrv2.trace.readers.cuda_calls import is_query
 from mrv2.trace.table import CopyKind, MemoryKind, OpKind, SyncType, Trace
 
@@ -23,7 +24,7 @@ class SyncKind(IntEnum):
     EXPLICIT = 0
     # a blocking copy, a copy with pageable host memory, memory management, loading of code
     IMPLICIT = 1
-    # a value read by Python code: the copy and the wait that belongs to it are one row
+    # a value read by Python code, as .item() does: the copy to the host and the wait for it are one row
     FRAMEWORK = 2
     # three or more queries in a row
     POLLING = 3
@@ -48,8 +49,8 @@ def find_host_syncs(trace: Trace, join: LaunchJoin) -> Columns:
 
     Columns, all [num_syncs]: ``start``, ``end``, ``process``, ``thread``, ``corr``; ``asked`` (when the set of awaited
     operations was closed); ``kind`` (`SyncKind`); ``scope`` (`Scope`); ``stream``, ``context``, ``event_stream``,
-    ``event_corr`` (-1 unknown); ``op`` (the call's own copy, a row of ``ops``, or -1); ``name``, ``via``, ``stack``
-    (string ids, -1 none).
+    ``event_corr`` (-1 unknown); ``op`` (the copy that belongs to it, a row of ``ops``, or -1); ``call`` (row in
+    ``api`` of implicit ones, else -1); ``name``, ``via``, ``stack`` (string ids, -1 none).
     """
     explicit, implicit, polling = _explicit(trace), _implicit(trace, join), _polling(trace)
     explicit, implicit = _merge_reads(trace, join, explicit, implicit)
@@ -61,7 +62,7 @@ def find_host_syncs(trace: Trace, join: LaunchJoin) -> Columns:
 
 def _columns(size: int, **given: np.ndarray | int) -> Columns:
     names = ("start", "end", "asked", "process", "thread", "corr", "kind", "scope", "stream", "context")
-    names += ("event_stream", "event_corr", "op", "name", "via", "stack")
+    names += ("event_stream", "event_corr", "op", "name", "via", "stack", "call")
     out = {name: np.full(size, -1, np.int64) for name in names}
     for name, value in given.items():
         out[name] = np.array(np.broadcast_to(value, size), np.int64)
@@ -102,6 +103,7 @@ def _implicit(trace: Trace, join: LaunchJoin) -> Columns:
         name=api.name[rows],
         kind=SyncKind.IMPLICIT,
         op=op,
+        call=rows,
         scope=np.where(manages | (op < 0), Scope.UNKNOWN, Scope.OWN_COPY),
         stream=np.where(op >= 0, ops.stream[op], -1) if len(ops) else np.full(len(rows), -1),
         via=np.where(op >= 0, ops.name[op], -1) if len(ops) else np.full(len(rows), -1),
@@ -144,37 +146,41 @@ def _polling(trace: Trace) -> Columns:
 
 
 def _merge_reads(trace: Trace, join: LaunchJoin, explicit: Columns, implicit: Columns) -> tuple[Columns, Columns]:
-    """Join a device-to-host copy into pageable memory with the stream synchronisation that follows it at once."""
+    """Join a device-to-host copy with the stream synchronisation that follows it: together they read a value.
+
+    No other work may be submitted, and no other synchronisation be made, between the two.
+    """
     ops, api = trace.ops, trace.api
-    is_read = (implicit["scope"] == Scope.OWN_COPY) & (implicit["kind"] == SyncKind.IMPLICIT)
-    if len(ops):
-        is_read &= ops.copy_kind[implicit["op"]] == CopyKind.D2H
-    if not is_read.any():
+    reads = np.flatnonzero(ops.copy_kind[join.first_op] == CopyKind.D2H)
+    if not len(reads):
         return explicit, implicit
-    merged = np.zeros(len(implicit["start"]), np.bool_)
-    calls = split_by_thread(api.process, api.thread, join.launch)
-    explicit_rows = split_by_thread(explicit["process"], explicit["thread"], np.arange(len(explicit["start"])))
-    for key, rows in split_by_thread(implicit["process"], implicit["thread"], np.flatnonzero(is_read)).items():
-        syncs = explicit_rows.get(key, np.empty(0, np.int64))
-        launches = api.start[calls[key]]
-        if not len(syncs):
+    dropped = np.zeros(len(api), np.bool_)
+    launches = split_by_thread(api.process[join.launch], api.thread[join.launch], np.arange(len(join.launch)))
+    by_thread = split_by_thread(explicit["process"], explicit["thread"], np.arange(len(explicit["start"])))
+    is_read = np.zeros(len(join.launch), np.bool_)
+    is_read[reads] = True
+    for key, syncs in by_thread.items():
+        mine = launches.get(key)
+        if mine is None:
             continue
-        # the first synchronisation after the copy; no other launch and no other read may lie between
-        at = np.searchsorted(explicit["start"][syncs], implicit["end"][rows], "left")
-        follows = at < len(syncs)
-        rows, sync = rows[follows], syncs[at[follows]]
-        between = np.searchsorted(launches, explicit["start"][sync], "left") - np.searchsorted(
-            launches, implicit["start"][rows], "right"
-        )
-        fits = (between == 0) & (explicit["scope"][sync] == Scope.STREAM)
-        fits &= explicit["stream"][sync] == implicit["stream"][rows]
-        rows, sync = rows[fits], sync[fits]
-        explicit["start"][sync] = implicit["start"][rows]
-        explicit["via"][sync] = implicit["via"][rows]
-        explicit["op"][sync] = implicit["op"][rows]
-        explicit["kind"][sync] = SyncKind.FRAMEWORK
-        merged[rows] = True
-    return explicit, {name: column[~merged] for name, column in implicit.items()}
+        starts, sync_starts = api.start[join.launch[mine]], explicit["start"][syncs]
+        last = np.searchsorted(starts, sync_starts, "left") - 1
+        launch = mine[np.maximum(last, 0)]
+        op = join.first_op[launch]
+        # the previous synchronisation came before the copy
+        previous = np.concatenate([[-1], np.searchsorted(starts, sync_starts[:-1], "left") - 1])
+        fits = (last >= 0) & (last > previous) & is_read[launch] & (explicit["scope"][syncs] == Scope.STREAM)
+        fits &= explicit["stream"][syncs] == ops.stream[op]
+        syncs, launch, op = syncs[fits], launch[fits], op[fits]
+        explicit["via"][syncs], explicit["op"][syncs] = ops.name[op], op
+        explicit["kind"][syncs] = SyncKind.FRAMEWORK
+        pageable = (ops.src_kind[op] == MemoryKind.PAGEABLE) | (ops.dst_kind[op] == MemoryKind.PAGEABLE)
+        # with pageable memory the wait begins in the copy
+        calls = join.launch[launch[pageable]]
+        explicit["start"][syncs[pageable]] = api.start[calls]
+        dropped[calls] = True
+    keep = ~dropped[implicit["call"]]
+    return explicit, {name: column[keep] for name, column in implicit.items()}
 
 
 def _merge_framework(trace: Trace, rows: Columns) -> Columns:
@@ -190,8 +196,7 @@ def _merge_framework(trace: Trace, rows: Columns) -> Columns:
         if mine is None:
             continue
         # outermost operators only: item calls _local_scalar_dense
-        reach = np.maximum.accumulate(ranges.end[found])
-        outer = found[np.concatenate([[True], ranges.start[found][1:] >= reach[:-1]])]
+        outer = outermost(ranges, found)
         at = np.searchsorted(ranges.start[outer], rows["start"][mine], "right") - 1
         inside = (at >= 0) & (rows["end"][mine] <= ranges.end[outer[np.maximum(at, 0)]])
         for operator in np.unique(at[inside]).tolist():

@@ -20,7 +20,8 @@ import numpy as np
 
 from mrv2.instrument.stages import SCHEDULE
 from mrv2.trace.analysis.nesting import ThreadKey, split_by_thread
-from mrv2.trace.table import RangeKind, Trace
+from mrv2.trace.columns import Int64
+from mrv2.trace.table import RangeKind, Ranges, Trace
 
 OWN_DOMAIN = "mrv2"
 IDLE_AFTER_NS = 10_000_000
@@ -35,10 +36,10 @@ class StepWindows:
     """The steps of one engine thread, sorted by start."""
 
     # [num_steps] int64 ns
-    start: np.ndarray
-    end: np.ndarray
+    start: Int64
+    end: Int64
     # step number: the ranges' payload, or the position
-    step: np.ndarray
+    step: Int64
     # the thread that the step ranges are on
     thread: ThreadKey | None
     # what marks a step, in words; or why there are none
@@ -67,6 +68,14 @@ def no_steps(reason: str) -> StepWindows:
     """Return an empty result that says why."""
     empty = np.empty(0, np.int64)
     return StepWindows(empty, empty, empty, None, reason)
+
+
+def outermost(ranges: Ranges, rows: np.ndarray) -> np.ndarray:
+    """Return those of `rows`, sorted ranges of one thread, that begin when all earlier ones are over."""
+    if not len(rows):
+        return rows
+    reach = np.maximum.accumulate(ranges.end[rows])
+    return rows[np.concatenate([[True], ranges.start[rows][1:] >= reach[:-1]])]
 
 
 def find_steps(
@@ -104,8 +113,7 @@ def _from_stages(trace: Trace, rows: np.ndarray, domain: str | None) -> StepWind
     ranges = trace.ranges
     found = []
     for key, mine in split_by_thread(ranges.process, ranges.thread, rows).items():
-        reach = np.maximum.accumulate(ranges.end[mine])
-        outer = mine[np.concatenate([[True], ranges.start[mine][1:] >= reach[:-1]])]
+        outer = outermost(ranges, mine)
         opens = outer[ranges.name[outer] == trace.string_id(SCHEDULE)]
         if len(opens):
             # a turn that could schedule nothing is repeated under the same number

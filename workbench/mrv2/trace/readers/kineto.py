@@ -10,7 +10,7 @@ import numpy as np
 
 from mrv2.trace.nesting import clamp_children
 from mrv2.trace.readers.cuda_calls import plain_name
-from mrv2.trace.readers.kineto_json import argument, load_json, to_int, to_ns
+from mrv2.trace.readers.kineto_json import argument, load_json, no_collection, to_int, to_ns
 from mrv2.trace.readers.kineto_ops import read_ops
 from mrv2.trace.readers.kineto_syncs import read_syncs
 from mrv2.trace.strings import StringPool
@@ -37,6 +37,8 @@ _GROUPS = {
 _DOMAINS = {"operator": "cpu_op"}
 # files without nanosecond digits let a child end up to this long after its parent
 _ROUNDING_NS = 1000
+# two of them still fit into 64 bits
+_MAX_NS = 2**62
 
 
 def read(path: str | Path) -> Trace:
@@ -45,7 +47,11 @@ def read(path: str | Path) -> Trace:
     Raises:
         TraceError: truncated, damaged, or JSON of another kind.
     """
-    path = Path(path)
+    with no_collection():
+        return _read(Path(path))
+
+
+def _read(path: Path) -> Trace:
     document = load_json(path)
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
@@ -77,7 +83,7 @@ def _group(events: list[Any]) -> tuple[dict[str, list[Event]], int]:
         except (KeyError, ValueError):
             bad += 1
             continue
-        if length < 0:
+        if length < 0 or abs(start) > _MAX_NS or length > _MAX_NS:
             bad += 1
             continue
         event["start"], event["end"] = start, start + length
@@ -233,6 +239,10 @@ def _meta(header: dict[str, Any], path: Path) -> dict[str, Any]:
     base = to_int(header.get("baseTimeNanoseconds"))
     if base >= 0:
         meta["utc_epoch_ns"] = base
+    about = header.get("mrv2")
+    if isinstance(about, dict):
+        known = about.get("versions")
+        meta |= {**about, "versions": {**(known if isinstance(known, dict) else {}), **meta["versions"]}}
     distributed = header.get("distributedInfo")
     if isinstance(distributed, dict) and "rank" in distributed:
         meta["rank"] = to_int(distributed["rank"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,6 @@ import numpy as np
 
 from mrv2.trace.readers.sqlite_source import is_gzip
 from mrv2.trace.table import TraceError
-
-_PLAIN = re.compile(r"-?\d+(\.\d{1,3})?")
 
 
 def load_json(path: Path, parse_float: Callable[[str], Any] = str) -> Any:
@@ -52,15 +52,26 @@ def to_ns(microseconds: Any) -> int:
     if isinstance(microseconds, int):
         return microseconds * 1000
     text = str(microseconds)
-    if _PLAIN.fullmatch(text):
-        whole, _, fraction = text.partition(".")
-        value = int(whole) * 1000
-        rest = int(fraction.ljust(3, "0")) if fraction else 0
-        return value - rest if text[0] == "-" else value + rest
+    whole, _, fraction = text.partition(".")
+    if len(fraction) <= 3 and whole.lstrip("-").isdecimal() and (fraction or "0").isdecimal():
+        # "-0.5" keeps its sign: the digits are joined before they become a number
+        return int(whole + fraction.ljust(3, "0"))
     try:
         return int((Decimal(text) * 1000).to_integral_value(ROUND_HALF_EVEN))
     except (InvalidOperation, ValueError, OverflowError):
         raise ValueError(f"{microseconds!r} is not a time in microseconds") from None
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Switch the cyclic garbage collector off: millions of objects that all stay alive make it most of the work."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def to_int(value: Any, default: int = -1) -> int:
@@ -70,9 +81,10 @@ def to_int(value: Any, default: int = -1) -> int:
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**63 else default
     try:
-        return int(str(value).strip())
+        number = int(str(value).strip())
+        return number if -(2**63) <= number < 2**63 else default
     except ValueError:
-        found = re.fullmatch(r"\D*(\d+)\D*", str(value))
+        found = re.fullmatch(r"\D*(\d{1,18})\D*", str(value))
         return int(found[1]) if found else default
 
 

@@ -166,7 +166,7 @@ def read_overhead(source: SqliteSource, texts: dict[int, str], pool: StringPool,
         parts.append({"start": rows["start"], "end": np.maximum(rows["end"], rows["start"]), "name": name})
     table = Overhead.make(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
     reason = "" if len(table) else "the file reports none"
-    coverage.set("overhead", len(table), recorded="PROFILER_OVERHEAD" in source.tables, reason=reason)
+    coverage.set("overhead", len(table), recorded=False, reason=reason)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,20 @@ def _meta(
         meta["capture_start_ns"] = span[0]
     if details and details[0][2]:
         meta["duration_ns"] = details[0][2]
+    meta |= _stamp(source, meta)
     meta["null_streams"] = [stream for (stream,) in source.rows("TARGET_INFO_CUDA_CONTEXT_INFO", ["nullStreamId"])]
     return meta
+
+
+def _stamp(source: SqliteSource, meta: dict[str, Any]) -> dict[str, Any]:
+    """Return what this package's recorder wrote into the file about the run."""
+    rows = source.rows("META_DATA_CAPTURE", ["name", "value"], "name LIKE 'MRV2:%'")
+    try:
+        found = {name.removeprefix("MRV2:"): json.loads(value) for name, value in rows}
+        # the file's own versions are those of the program that wrote it
+        return {**found, "versions": {**found.get("versions", {}), **meta["versions"]}}
+    except (TypeError, ValueError, AttributeError):
+        return {}
 
 
 def _note_missing_graphs(trace: Trace) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mrv2.trace.damage import reading
 from mrv2.trace.strings import StringPool
 from mrv2.trace.table import TABLE_TYPES, TEXT_COLUMNS, Coverage, TableCoverage, Trace, TraceError
 
@@ -76,21 +77,16 @@ def write_npz(trace: Trace, path: Path, *, compressed: bool) -> Path:
 
 def read_npz(path: Path) -> Trace:
     """Read one NumPy archive written by `write_npz`."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            if "header" not in archive:
-                raise TraceError(f"{path}: a NumPy archive, but not a trace of this package")
-            header = _check(json.loads(archive["header"].tobytes()), path)
-            tables = {}
-            for name, kind in TABLE_TYPES.items():
-                size = header["rows"][name]
-                columns = {column: archive[f"{name}.{column}"] for column in kind.column_types()}
-                filled = {c: a if a.ndim else np.full(size, a, kind.column_types()[c]) for c, a in columns.items()}
-                tables[name] = kind(**filled)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(f"{path}: damaged or truncated trace file ({error})") from error
+    with reading(path, "trace file"), np.load(path, allow_pickle=False) as archive:
+        if "header" not in archive:
+            raise TraceError(f"{path}: a NumPy archive, but not a trace of this package")
+        header = _check(json.loads(archive["header"].tobytes()), path)
+        tables = {}
+        for name, kind in TABLE_TYPES.items():
+            size = header["rows"][name]
+            columns = {column: archive[f"{name}.{column}"] for column in kind.column_types()}
+            filled = {c: a if a.ndim else np.full(size, a, kind.column_types()[c]) for c, a in columns.items()}
+            tables[name] = kind(**filled)
     return _restore(header, tables, header["strings"])
 
 

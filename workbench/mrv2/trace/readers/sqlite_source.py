@@ -6,15 +6,15 @@ import gzip
 import shutil
 import sqlite3
 import tempfile
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 
+from mrv2.trace.damage import reading
 from mrv2.trace.table import TraceError
 
 SUPPORTED_MAJOR = 3
@@ -99,29 +99,21 @@ def plain_file(path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="mrv2-trace-") as folder:
         unpacked = Path(folder) / "trace"
-        try:
-            with gzip.open(path) as packed, unpacked.open("wb") as out:
-                shutil.copyfileobj(packed, out, 1 << 20)
-        except (EOFError, OSError, zlib.error) as error:
-            raise TraceError(f"{path}: damaged or truncated gzip file ({error})") from error
+        with reading(path, "gzip file"), gzip.open(path) as packed, unpacked.open("wb") as out:
+            shutil.copyfileobj(packed, out, 1 << 20)
         yield unpacked
 
 
 @contextmanager
 def open_sqlite(path: Path) -> Iterator[sqlite3.Connection]:
     """Open `path` (plain or gzip) read-only; SQLite's own errors become one-line `TraceError`."""
-    with plain_file(path) as plain:
-        try:
-            # immutable: no journal, no lock file beside a recording that may lie on a read-only disk
-            connection = sqlite3.connect(f"file:{quote(str(plain.resolve()))}?mode=ro&immutable=1", uri=True)
+    with plain_file(path) as plain, reading(path, "SQLite file"):
+        # immutable: no journal, no lock file beside a recording that may lie on a read-only disk
+        connection = sqlite3.connect(f"file:{quote(str(plain.resolve()))}?mode=ro&immutable=1", uri=True)
+        with closing(connection):
             # a name that is not UTF-8 must not hide the rest of the recording
             connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-            try:
-                yield connection
-            finally:
-                connection.close()
-        except sqlite3.Error as error:
-            raise TraceError(f"{path}: damaged or truncated SQLite file ({error})") from error
+            yield connection
 
 
 def export_info(source: SqliteSource, path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Helpers of all parts: numbers as people read them, sorted arrays, DOM elements.
 
 function formatNs(ns) {
   const size = Math.abs(ns);
@@ -18,6 +18,16 @@ function formatBytes(num) {
 
 function shortened(text, room) {
   return text.length <= room ? text : text.slice(0, Math.max(room - 1, 1)) + "\u2026";
+}
+
+// First position in sorted `array[from, to)` whose value is not below `value`.
+function lowerBound(array, value, from = 0, to = array.length) {
+  while (from < to) {
+    const middle = (from + to) >> 1;
+    if (array[middle] < value) from = middle + 1;
+    else to = middle;
+  }
+  return from;
 }
 
 // A DOM element with attributes and children; text is never parsed as HTML.

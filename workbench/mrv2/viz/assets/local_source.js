@@ -1,21 +1,12 @@
 // The index of viz/index.py for pages without a kernel: the same questions, answered from arrays in the page.
 // Times are nanoseconds from the start of the trace.
 
-// First position in sorted `array[from, to)` whose value is not below `value`.
-function lowerBound(array, value, from = 0, to = array.length) {
-  while (from < to) {
-    const middle = (from + to) >> 1;
-    if (array[middle] < value) from = middle + 1;
-    else to = middle;
-  }
-  return from;
-}
-
 class LocalSource {
   // `columns`: typed arrays over all rows; `spec.offsets` tells which part belongs to which row
   constructor(spec, columns) {
     Object.assign(this, columns);
     this.spec = spec;
+    this.isImmediate = true;
     this.numRows = spec.rows.length;
     this.sums = new Array(this.numRows);
   }
@@ -80,9 +71,9 @@ class LocalSource {
   }
 
   tile(a, b, width) {
-    const span = this.spec.span, pixel = (b - a) / width;
-    const left = Math.trunc(Math.min(b - a, Math.max(a, 0)) / pixel);
-    const right = Math.trunc(Math.min(b - a, Math.max(span - b, 0)) / pixel);
+    const pixel = (b - a) / width, side = this.spec.margin * (b - a);
+    const left = Math.trunc(Math.min(side, Math.max(a, 0)) / pixel);
+    const right = Math.trunc(Math.min(side, Math.max(this.spec.span - b, 0)) / pixel);
     const bins = width + left + right, low = a - left * pixel, high = b + right * pixel;
     const { barRows, cellRows } = this.split(a, b, width);
     const size = cellRows.length * bins;
@@ -172,6 +163,7 @@ class LocalSource {
         }
       });
     }
+    ends.sort((x, y) => x[1] - y[1]);
     deliver({ from: [row, this.start[event], this.end[event]], to: ends });
   }
 }

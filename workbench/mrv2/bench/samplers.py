@@ -1,0 +1,253 @@
+"""Time of each way to draw a token, against the time it takes to read the logits once.
+
+bf16 logits of N rows x 151,936, normal with a standard deviation of 3; `plain` has temperature 0.8, `top-k/p` in
+addition top-k 50 and top-p 0.9.  Draws stand in one CUDA graph and go round enough buffers to leave the L2
+cache, which the buffers of N = 1 nevertheless fit.  Bandwidth is the bytes of the logits over the time, whatever
+a variant reads or writes beyond that.  torch's multinomial asks the device twice whether its input is valid, so it
+cannot be captured: it runs eagerly, its waits included.
+
+Predicted for an H200 (132 SMs at 1.9 GHz, 4.3 TB/s of reads) from instruction counts of the compiled kernels, in
+microseconds, before anything was measured:
+
+    plain             N=1   N=32   N=256   limit
+    read once         0.1    2.3      18   memory
+    gumbel_blocked      5      6      23   memory: 11.5 instructions an element, one of them an exponential
+    gumbel_fused        5     10      42   integer units: 24.5 instructions, 15 of them shifts, logic, conversions
+    gumbel_two_pass     9     38     300   issue slots: 130 instructions (a hash, two logarithms), after 540 MB moved
+    softmax_race       40     70     440   memory: 1.6 GB moved
+    torch_sort        150   1500   10000   the sort
+    top-k/p
+    fused, blocked     13     16      30   memory at 256; below, the chain: chunks, last arriver, its ranking
+
+`gumbel_fused` does less than half of the two-pass kernel's arithmetic per element since a bound takes the place of
+both logarithms; the hash is what remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from mrv2.bench.bandwidth import Limit, measure_read_bandwidth
+from mrv2.bench.environment import environment
+from mrv2.config import legal_values
+from mrv2.device import Device
+from mrv2.errors import ConfigError
+from mrv2.instrument import recording
+from mrv2.runner.v2.variants import DrawPlan, draw
+from mrv2_kernels.sampling.truncation import Truncation
+from mrv2_kernels.sampling.workspace import DrawWorkspace
+
+VOCAB = 151_936
+ROWS = (1, 32, 256)
+CASES = ("plain", "top-k/p")
+BASELINE = "torch multinomial"
+KIND = "mrv2-samplers"
+_TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 0.9
+# several times the last-level cache, in at most this many buffers
+_BUFFER_BYTES, _MAX_BUFFERS = 256 << 20, 64
+_REPETITIONS = 7
+_STAGE = "measure"
+
+
+@dataclass(frozen=True)
+class SamplerTime:
+    """One variant at one batch size."""
+
+    case: str
+    variant: str
+    num_rows: int
+    microseconds: float
+    # of reading the logits once
+    gigabytes_per_second: float
+    share_of_read_bandwidth: float
+    # False = run eagerly, the host's gaps included
+    captured: bool = True
+
+
+def measure_samplers(
+    device: Device, *, vocab: int = VOCAB, rows: tuple[int, ...] = ROWS, progress: Callable[[str], object] = print
+) -> dict[str, Any]:
+    """Time every variant and the torch baseline; return the record as plain values.  CUDA only."""
+    if device.type != "cuda":
+        raise ConfigError("--samplers measures kernels: it needs a CUDA device")
+    limit = measure_read_bandwidth(device)
+    times = []
+    for num_rows in rows:
+        progress(f"samplers: {num_rows} rows")
+        bench = _Batch(device, num_rows, vocab)
+        for case in CASES:
+            for variant in (*legal_values("sampler"), BASELINE):
+                seconds, captured = bench.seconds(variant, case)
+                rate = num_rows * vocab * 2 / seconds
+                share = rate / limit.value
+                times.append(SamplerTime(case, variant, num_rows, 1e6 * seconds, 1e-9 * rate, share, captured))
+        del bench
+        torch.cuda.empty_cache()
+    return make_record(times, limit, vocab)
+
+
+def make_record(times: list[SamplerTime], limit: Limit, vocab: int) -> dict[str, Any]:
+    """Return the record: environment, limit, every time, and the ratios that are asked about."""
+    found = {(each.case, each.variant, each.num_rows): each.microseconds for each in times}
+    rows = sorted({each.num_rows for each in times})
+    variants = legal_values("sampler")
+    return {
+        "kind": KIND,
+        "environment": environment(),
+        "vocab": vocab,
+        "read_gigabytes_per_second": 1e-9 * limit.value,
+        "read_method": limit.method,
+        "times": [asdict(each) for each in times],
+        "two_pass_over_fused": {
+            str(n): found["plain", "gumbel_two_pass", n] / found["plain", "gumbel_fused", n] for n in rows
+        },
+        "truncated_over_plain": {
+            variant: {str(n): found["top-k/p", variant, n] / found["plain", variant, n] for n in rows}
+            for variant in variants
+        },
+        "fastest_share_of_read_bandwidth": {
+            str(n): max(each.share_of_read_bandwidth for each in times if each.num_rows == n and each.case == "plain")
+            for n in rows
+        },
+    }
+
+
+def report(record: dict[str, Any]) -> str:
+    """Return the record as a table."""
+    rows = sorted({each["num_rows"] for each in record["times"]})
+    lines = [
+        f"{record['vocab']:,} tokens, bf16; reads at {record['read_gigabytes_per_second']:,.0f} GB/s "
+        f"({record['read_method']})",
+        f"{'':27}" + "".join(f"{f'N = {n}: us':>14}{'GB/s':>8}{'of read':>9}" for n in rows),
+    ]
+    by_key = {(each["case"], each["variant"], each["num_rows"]): each for each in record["times"]}
+    for case, variant in dict.fromkeys((each["case"], each["variant"]) for each in record["times"]):
+        cells = (by_key[case, variant, n] for n in rows)
+        lines.append(
+            f"{case:9}{variant:18}"
+            + "".join(
+                f"{c['microseconds']:13.1f}{' ' if c['captured'] else '*'}"
+                f"{c['gigabytes_per_second']:8.0f}{c['share_of_read_bandwidth']:9.0%}"
+                for c in cells
+            )
+        )
+    lines.append("* eager, the host's gaps included")
+    ratios = "  ".join(f"N = {n}: {ratio:.2f}" for n, ratio in record["two_pass_over_fused"].items())
+    lines.append(f"gumbel_two_pass / gumbel_fused: {ratios}")
+    for variant, by_rows in record["truncated_over_plain"].items():
+        lines.append(f"top-k/p / plain, {variant}: " + "  ".join(f"N = {n}: {r:.2f}" for n, r in by_rows.items()))
+    return "\n".join(lines)
+
+
+def headline(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what fits one JSON line."""
+    gpu = record["environment"]["gpu"] or {}
+    return {
+        "kind": KIND,
+        "gpu": gpu.get("name"),
+        "revision": record["environment"]["revision"],
+        "read_gb_s": round(record["read_gigabytes_per_second"]),
+        "us": {
+            f"{each['case']} {each['variant']} {each['num_rows']}": round(each["microseconds"], 1)
+            for each in record["times"]
+        },
+        **{
+            name: record[name]
+            for name in ("two_pass_over_fused", "truncated_over_plain", "fastest_share_of_read_bandwidth")
+        },
+    }
+
+
+def _captured(device: Device, work: Callable[[], None]) -> Callable[[], None]:
+    """Return the replay of `work` as a graph, or `work` itself where an operator of it cannot be captured."""
+    try:
+        return device.capture(work).replay
+    except RuntimeError:
+        return work
+
+
+class _Batch:
+    """Logits, parameters and outputs of one batch size."""
+
+    def __init__(self, device: Device, num_rows: int, vocab: int) -> None:
+        self.device = device
+        size = 2 * num_rows * vocab
+        count = min(_MAX_BUFFERS, max(4, -(-_BUFFER_BYTES // size)))
+        # [N, V] bf16 each
+        self.buffers = [device.empty((num_rows, vocab), torch.bfloat16) for _ in range(count)]
+        # [N]
+        self.rows = device.zeros((num_rows,), torch.int32)
+        self.positions = device.zeros((num_rows,), torch.int32)
+        self.sampled = device.zeros((num_rows,), torch.int64)
+        # [R]
+        self.temperature = device.full((num_rows,), _TEMPERATURE)
+        self.seeds = device.zeros((num_rows,), torch.int64)
+        self.truncation = Truncation(
+            device.zeros((num_rows,)),
+            device.full((num_rows,), _TOP_K, torch.int32),
+            device.full((num_rows,), _TOP_P),
+            all_rows=True,
+        )
+        self.workspace = DrawWorkspace(device.zeros((num_rows,), torch.int64), device.zeros((num_rows,), torch.int32))
+        device.main.run(_STAGE, self._fill)
+
+    def _fill(self) -> None:
+        generator = torch.Generator(self.rows.device).manual_seed(0)
+        for logits in self.buffers:
+            logits.normal_(std=3.0, generator=generator)
+        torch.arange(len(self.rows), out=self.rows)
+        self.positions.copy_(self.rows)
+        self.seeds.copy_(self.rows)
+
+    def seconds(self, variant: str, case: str) -> tuple[float, bool]:
+        """Return the median time of one draw among those of a graph, and whether they could be captured."""
+
+        def work() -> None:
+            for logits in self.buffers:
+                if variant == BASELINE:
+                    self._draw_in_torch(logits, case)
+                else:
+                    self._draw(variant, logits, case)
+
+        # compiles, and grows the allocator's pools
+        self.device.main.run(_STAGE, work)
+        self.device.synchronize("samplers: warm-up")
+        run = work if variant == BASELINE else _captured(self.device, work)
+        self.device.main.run(_STAGE, run)
+        self.device.synchronize("samplers: warm-up")
+        with recording(self.device) as recorder:
+            for _ in range(_REPETITIONS):
+                self.device.main.run(_STAGE, run)
+            self.device.synchronize("samplers")
+            times = [span.end_ns - span.start_ns for span in recorder.spans() if span.kind == "device"]
+        return median(times) * 1e-9 / len(self.buffers), run is not work
+
+    def _draw(self, variant: str, logits: torch.Tensor, case: str) -> None:
+        is_truncated = case != "plain"
+        draw(
+            DrawPlan(variant, has_greedy=False, is_truncated=is_truncated, all_truncated=is_truncated),
+            logits,
+            self.sampled,
+            self.rows,
+            self.positions,
+            self.temperature,
+            self.seeds,
+            truncation=self.truncation if is_truncated else None,
+            workspace=self.workspace,
+        )
+
+    def _draw_in_torch(self, logits: torch.Tensor, case: str) -> None:
+        """What one writes without an engine; the draws follow torch's own generator."""
+        if case == "plain":
+            probs = (logits.float() / _TEMPERATURE).softmax(dim=-1)
+            self.sampled.copy_(torch.multinomial(probs, 1).squeeze(1))
+            return
+        best, ids = logits.topk(_TOP_K, dim=-1)
+        probs = (best.float() / _TEMPERATURE).softmax(dim=-1)
+        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= _TOP_P, 0.0)
+        self.sampled.copy_(ids.gather(1, torch.multinomial(probs, 1)).squeeze(1))

@@ -1,0 +1,44 @@
+"""The vocabulary as grammars see it: the bytes of each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrv2.errors import RequestError
+from mrv2.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Tokens of a model; ids that no grammar may produce (special tokens, padding) have no bytes."""
+
+    # V entries
+    tokens: tuple[bytes, ...]
+    # ids that end a sequence
+    end_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+        """Read the `vocab_size` tokens of a model from its tokenizer.
+
+        Raises `RequestError` for a tokenizer whose tokens are not known byte by byte.
+        """
+        if not tokenizer.is_byte_level:
+            raise RequestError(
+                "structured_outputs needs a byte-level tokenizer (as GPT-2, Llama 3, Qwen and SmolLM have); this "
+                f"model's decoder is {type(tokenizer.backend.decoder).__name__}"
+            )
+        special = tokenizer.special_ids
+        tokens = tuple(b"" if token in special else tokenizer.token_bytes(token) for token in range(vocab_size))
+        return cls(tokens, tuple(token for token in tokenizer.eos_token_ids if token < vocab_size))
+
+    @classmethod
+    def from_folder(cls, folder: str | Path | None, vocab_size: int) -> Vocabulary:
+        """Read the vocabulary of a tokenizer's folder; raises `RequestError` if there is none."""
+        if folder is None:
+            raise RequestError(
+                "structured_outputs needs the tokenizer's vocabulary, and this engine has no tokenizer (a preset has "
+                "none; skip_tokenizer_init leaves it out): load the engine with tokenizer=<folder with tokenizer.json>"
+            )
+        return cls.of(Tokenizer.from_folder(folder), vocab_size)

@@ -1,0 +1,155 @@
+"""The grammar backend on xgrammar (the extra ``structured``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mrv2.engine.grammar.backend import GrammarBackend, GrammarMatcher
+from mrv2.engine.grammar.json_schema import enforceable_schema
+from mrv2.engine.grammar.regex import regex_error
+from mrv2.engine.grammar.vocabulary import Vocabulary
+from mrv2.errors import ConfigError, RequestError
+from mrv2.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import xgrammar
+
+# threads of one compilation; the host's step loop needs a core of its own
+_MAX_COMPILE_THREADS = 8
+# what xgrammar puts before its messages: "[12:00:00] /project/cpp/file.cc:12: "
+_LOG_PREFIX = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+:\d+: ")
+
+
+class XGrammarMatcher(GrammarMatcher):
+    """`xgrammar.GrammarMatcher` behind the engine's verbs."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
+
+    def accept(self, token: int) -> bool:
+        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    def fill(self, bits: np.ndarray, row: int) -> None:
+        self._matcher.fill_next_token_bitmask(bits, row)
+
+    @property
+    def terminated(self) -> bool:
+        return self._matcher.is_terminated()
+
+
+class XGrammarBackend(GrammarBackend):
+    """JSON schema, regular expressions, EBNF, choices and structural tags."""
+
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Import xgrammar and hand it the vocabulary; raises `ConfigError` if it is not installed."""
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ConfigError(
+                f"structured_outputs needs xgrammar, which cannot be imported ({error}); "
+                "install it with: pip install 'mrv2-workbench[structured]'"
+            ) from error
+        self._library = xgrammar
+        self._info = xgrammar.TokenizerInfo(
+            list(vocabulary.tokens),
+            xgrammar.VocabType.RAW,
+            vocab_size=len(vocabulary.tokens),
+            stop_token_ids=list(vocabulary.end_token_ids),
+        )
+        threads = max(1, min(_MAX_COMPILE_THREADS, (os.cpu_count() or 1) // 2))
+        # the engine keeps compiled grammars itself
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=threads, cache_enabled=False)
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        grammar = self._library.Grammar
+        if params.kind == "json":
+            schema = self._schema_text(params)
+            self._parse(
+                params, lambda: grammar.from_json_schema(schema, any_whitespace=not params.disable_any_whitespace)
+            )
+        elif params.kind == "regex":
+            error = self._pattern_error(params.text)
+            if error is not None:
+                raise RequestError(f"structured_outputs.regex is refused: {error}")
+        elif params.kind in ("grammar", "choice"):
+            self._parse(params, lambda: grammar.from_ebnf(self._ebnf(params)))
+        elif params.kind == "structural_tag":
+            tag = self._tag_text(params)
+            self._parse(params, lambda: grammar.from_structural_tag(tag))
+
+    def compile(self, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
+        compiler = self._compiler
+        if params.kind == "json":
+            return compiler.compile_json_schema(
+                self._schema_text(params), any_whitespace=not params.disable_any_whitespace
+            )
+        if params.kind == "json_object":
+            return compiler.compile_json_schema('{"type": "object", "additionalProperties": true}', strict_mode=False)
+        if params.kind == "regex":
+            return compiler.compile_regex(params.text)
+        if params.kind == "structural_tag":
+            return compiler.compile_structural_tag(self._tag_text(params))
+        return compiler.compile_grammar(self._ebnf(params))
+
+    def matcher(self, compiled: Any, end_token_ids: Sequence[int]) -> XGrammarMatcher:
+        return XGrammarMatcher(self._library.GrammarMatcher(compiled, override_stop_tokens=list(end_token_ids)))
+
+    @staticmethod
+    def _ebnf(params: StructuredOutputsParams) -> str:
+        if params.kind == "grammar":
+            return params.text
+        # the quoted strings of JSON are those of EBNF
+        return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
+
+    @staticmethod
+    def _parse(params: StructuredOutputsParams, parse: Callable[[], Any]) -> None:
+        try:
+            parse()
+        except RuntimeError as error:
+            raise RequestError(f"structured_outputs.{params.kind} is refused: {_reason(error)}") from error
+
+    def _pattern_error(self, pattern: str) -> str | None:
+        error = regex_error(pattern)
+        if error is None:
+            try:
+                self._library.Grammar.from_regex(pattern)
+            except RuntimeError as failure:
+                error = _reason(failure)
+        return error
+
+    def _schema_text(self, params: StructuredOutputsParams) -> str:
+        return json.dumps(enforceable_schema(json.loads(params.text), pattern_error=self._pattern_error))
+
+    def _tag_text(self, params: StructuredOutputsParams) -> str:
+        return json.dumps(self._enforceable_tag(json.loads(params.text), "#"))
+
+    def _enforceable_tag(self, node: Any, place: str) -> Any:
+        """Return a structural tag with every JSON schema inside it made enforceable."""
+        if isinstance(node, list):
+            return [self._enforceable_tag(value, f"{place}/{index}") for index, value in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        is_schema = node.get("type") == "json_schema"
+        return {
+            key: enforceable_schema(value, f"{place}/{key}", self._pattern_error)
+            if is_schema and key == "json_schema"
+            else self._enforceable_tag(value, f"{place}/{key}")
+            for key, value in node.items()
+        }
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return the library's message without its log prefix."""
+    return _LOG_PREFIX.sub("", str(error).strip().splitlines()[-1])

@@ -1,0 +1,89 @@
+"""Grammar masks on their way to the device: a pinned ring, a stream, one kernel.
+
+    host    | fill slot(n+1) | submit ...
+    upload  |                 [grammar_upload n+1]
+    main    | ... [forward n+1][logits n+1] ------ [apply_grammar n+1][sample n+1] ...
+
+Legend: R = rows (``max_num_seqs``), V = vocabulary, W = ``ceil(V / 32)``, G = masks of a step.
+A slot holds the logits row of each mask, then the masks: | rows [R] | bits [G, W] |
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from mrv2.device import Device, Event, PinnedRing, Stream
+from mrv2.instrument import stages
+from mrv2_kernels.sampling.bitmask import apply_bitmask
+
+
+class HasLogits(Protocol):
+    """The hand-over object of either runner; filled in stream order."""
+
+    # [N, V]
+    logits: torch.Tensor
+
+
+class GrammarMasks:
+    """Uploads and applies the masks of each step that has any.
+
+    The device buffer is one: its upload waits, on the device, until the step before has applied its masks.
+    """
+
+    def __init__(self, device: Device, stream: Stream, *, depth: int, max_num_seqs: int, vocab_size: int) -> None:
+        """Upload on `stream`, which may be the main stream; `depth` must exceed the steps in flight."""
+        self.main, self.stream = device.main, stream
+        self.max_num_seqs, self.num_words = max_num_seqs, -(-vocab_size // 32)
+        size = max_num_seqs * (1 + self.num_words)
+        self.ring = PinnedRing(device, depth, (size,), torch.int32, name="grammar mask")
+        # [R + R * W]
+        self.words = device.zeros((size,), torch.int32)
+        self._slot: torch.Tensor | None = None
+        self._applied: Event = device.event()
+
+    def take(self, step: int, num_masks: int) -> np.ndarray:
+        """Return the pinned [num_masks, W] int32 that the host fills for `step`."""
+        assert self._slot is None, f"the masks taken before step {step} were never submitted"
+        slot = self._slot = self.ring.acquire(step)
+        start = self.max_num_seqs
+        return slot.numpy()[start : start + num_masks * self.num_words].reshape(num_masks, self.num_words)
+
+    def submit(
+        self,
+        # [G] int32: the logits row of each mask
+        logits_rows: np.ndarray,
+        holder: HasLogits,
+    ) -> None:
+        """Upload the masks that `take` gave out and apply them to the raw logits; `release` must follow."""
+        slot, num_masks = self._slot, len(logits_rows)
+        assert slot is not None, "no masks were taken for this step"
+        slot.numpy()[:num_masks] = logits_rows
+        start = self.max_num_seqs
+        used = start + num_masks * self.num_words
+        if self.stream is not self.main:
+            self.stream.wait_event(self._applied)
+        self.stream.copy(stages.GRAMMAR_UPLOAD, self.words[:used], slot[:used])
+        if self.stream is not self.main:
+            self.main.wait_event(self.stream.record_event())
+        bits = self.words[start:used].view(num_masks, self.num_words)
+        self.main.run(stages.APPLY_GRAMMAR, _apply, holder, bits, self.words[:num_masks])
+        self._applied = self.main.record_event()
+
+    def release(self, end_of_step: Event) -> None:
+        """Give the slot back once `end_of_step` has passed; nothing happens in a step without masks."""
+        if self._slot is not None:
+            self.ring.release(self._slot, end_of_step)
+            self._slot = None
+
+
+def _apply(
+    holder: HasLogits,
+    # [G, W] int32
+    bits: torch.Tensor,
+    # [G] int32
+    rows: torch.Tensor,
+) -> None:
+    apply_bitmask(holder.logits, bits, rows)

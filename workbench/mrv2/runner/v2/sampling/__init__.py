@@ -1,0 +1,1 @@
+"""The features of the V2 sampler, one state object each."""

@@ -1,0 +1,410 @@
+// The timeline on a page: draws the tiles that a source hands over, with plotly.
+// A source answers request(window, width, deliver), select(row, index, deliver) and nextTick(at, direction);
+// times are nanoseconds from the start of the trace, the axis shows seconds.
+
+const SECOND = 1e-9;
+const MARGIN = { r: 16, t: 6, b: 34 };
+const ZOOM = 1.6, PAN = 0.25, CLICK_PX = 4, MAX_LABELS = 400, CHAR_PX = 6.6;
+
+class TimelineView {
+  constructor(root, Plotly, spec, source, options = {}) {
+    Object.assign(this, { root, Plotly, spec, source, options });
+    this.window = options.window || [0, spec.span];
+    this.tile = this.waiting = this.selection = null;
+    this.dragging = false;
+    this.left = 18 + CHAR_PX * Math.max(...spec.labels.map(([text]) => text.length));
+    this.build();
+    this.setTheme(options.theme || detectTheme(root));
+    this.observers = [new ResizeObserver(() => this.resize())];
+    this.observers[0].observe(this.plot);
+    if (!options.theme) this.observers.push(onThemeChange(() => this.setTheme(detectTheme(root))));
+  }
+
+  destroy() {
+    this.observers.forEach((observer) => observer.disconnect());
+    removeEventListener("pointerup", this.pointerUp, true);
+    this.Plotly.purge(this.plot);
+    this.root.replaceChildren();
+  }
+
+  // ---- the page
+
+  build() {
+    const button = (text, title, act) => make("button", { type: "button", title, "aria-label": title, onclick: act }, text);
+    this.status = make("output", { class: "mrv2-status", "aria-live": "polite" });
+    this.toolbar = make("div", { class: "mrv2-toolbar", role: "toolbar", "aria-label": "timeline" },
+      button("\u25c0", "earlier (left arrow)", () => this.pan(-PAN)), button("\u25b6", "later (right arrow)", () => this.pan(PAN)),
+      button("+", "zoom in (+)", () => this.zoom(1 / ZOOM)), button("\u2212", "zoom out (-)", () => this.zoom(ZOOM)),
+      button("all", "whole trace (0)", () => this.show([0, this.spec.span])),
+      button("sync", "next host sync (n; previous: p)", () => this.toTick(1)),
+      button("\u25d0", "light or dark (t)", () => this.setTheme(this.theme.name === "dark" ? "light" : "dark")),
+      this.status);
+    this.legend = make("div", { class: "mrv2-legend" }, ...this.spec.hues.filter((_, i) => this.spec.usedHues.includes(i)).map(
+      (hue) => make("span", {}, make("i", { style: `background:${hue.colour}` }), hue.label)));
+    this.plot = make("div", { class: "mrv2-plot" });
+    this.tip = make("div", { class: "mrv2-tip", role: "tooltip", hidden: true });
+    this.detail = make("div", { class: "mrv2-detail", "aria-live": "polite" });
+    this.root.classList.add("mrv2-timeline");
+    Object.entries({ tabindex: 0, role: "application", "aria-label": "timeline: arrow keys move, plus and minus zoom, 0 shows all" })
+      .forEach(([key, value]) => this.root.setAttribute(key, value));
+    this.root.replaceChildren(this.toolbar, this.legend, this.plot, this.detail, this.tip);
+    this.root.addEventListener("keydown", (event) => this.key(event));
+    this.plot.addEventListener("mousemove", (event) => this.hover(event));
+    this.plot.addEventListener("mouseleave", () => { this.tip.hidden = true; });
+    // plotly covers the page while the button is down, so clicks are told from drags here
+    this.plot.addEventListener("pointerdown", (event) => { this.pressed = [event.clientX, event.clientY]; }, true);
+    this.pointerUp = (event) => this.release(event);
+    addEventListener("pointerup", this.pointerUp, true);
+  }
+
+  setTheme(name) {
+    this.theme = this.spec.themes[name];
+    for (const key of ["background", "text", "muted", "grid", "accent"]) this.root.style.setProperty(`--mrv2-${key}`, this.theme[key]);
+    this.draw();
+  }
+
+  get width() {
+    return Math.max(Math.round(this.plot.clientWidth - this.left - MARGIN.r), 50);
+  }
+
+  resize() {
+    if (this.plot.clientWidth && this.width !== this.askedWidth) this.ask();
+  }
+
+  // ---- windows
+
+  show(window) {
+    const span = this.spec.span, width = Math.min(Math.max(window[1] - window[0], 10), 1.2 * span);
+    const middle = Math.min(Math.max((window[0] + window[1]) / 2, 0), span);
+    this.window = [middle - width / 2, middle + width / 2];
+    this.ask();
+  }
+
+  // Show an event with its surroundings and mark it.
+  centreOn(start, end) {
+    const length = Math.max(end - start, 1), now = this.window[1] - this.window[0];
+    const half = Math.min(Math.max(now, 4 * length), Math.max(40 * length, 50000)) / 2, middle = (start + end) / 2;
+    this.highlight = [start, end];
+    this.show([middle - half, middle + half]);
+  }
+
+  pan(share) {
+    const by = share * (this.window[1] - this.window[0]);
+    this.show([this.window[0] + by, this.window[1] + by]);
+  }
+
+  zoom(factor, at = (this.window[0] + this.window[1]) / 2) {
+    this.show(this.window.map((edge) => at + (edge - at) * factor));
+  }
+
+  toTick(direction) {
+    const at = this.source.nextTick(direction > 0 ? this.highlight?.[0] ?? this.window[0] : this.highlight?.[0] ?? this.window[1], direction);
+    if (at !== undefined) this.goTo(at);
+  }
+
+  goTo(at) {
+    const half = (this.window[1] - this.window[0]) / 2;
+    this.highlight = [at, at];
+    this.show([at - half, at + half]);
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const act = {
+      ArrowLeft: () => this.pan(-PAN), ArrowRight: () => this.pan(PAN), ArrowUp: () => this.zoom(1 / ZOOM), ArrowDown: () => this.zoom(ZOOM),
+      "+": () => this.zoom(1 / ZOOM), "=": () => this.zoom(1 / ZOOM), "-": () => this.zoom(ZOOM),
+      0: () => this.show([0, this.spec.span]), Home: () => this.show([0, this.spec.span]),
+      n: () => this.toTick(1), p: () => this.toTick(-1), Escape: () => this.select(null),
+      t: () => this.setTheme(this.theme.name === "dark" ? "light" : "dark"),
+    }[event.key];
+    if (!act) return;
+    event.preventDefault();
+    event.stopPropagation();
+    act();
+  }
+
+  // ---- tiles
+
+  ask() {
+    this.askedWidth = this.width;
+    this.options.onWindow?.(this.window);
+    // until the answer is there, what is known moves along
+    if (this.tile && !this.source.isImmediate) this.slide();
+    this.source.request(this.window, this.askedWidth, (tile) => this.accept(tile));
+  }
+
+  slide() {
+    const range = this.window.map((edge) => edge * SECOND), now = this.plot.layout.xaxis.range;
+    if (range.some((edge, i) => edge !== now[i])) this.Plotly.relayout(this.plot, { "xaxis.range": range });
+  }
+
+  accept(tile) {
+    // drawing during a drag would fight with plotly's own
+    if (this.dragging) { this.waiting = tile; return; }
+    this.waiting = null;
+    this.tile = tile;
+    this.rowStart = new Map();
+    const rows = tile.bars.row;
+    for (let i = 0; i < rows.length; i++) if (i === 0 || rows[i] !== rows[i - 1]) this.rowStart.set(rows[i], i);
+    this.draw();
+  }
+
+  draw() {
+    if (!this.tile) return;
+    const began = performance.now();
+    const traces = [...this.cells(), this.bands(), ...this.outlines(), this.tickLines(), this.labels(), ...this.links()];
+    const drawn = this.Plotly.react(this.plot, traces, this.layout(), { displayModeBar: false, scrollZoom: true, doubleClick: false, responsive: false });
+    if (!this.listening) {
+      this.listening = true;
+      this.plot.on("plotly_relayouting", () => { this.dragging = true; this.tip.hidden = true; });
+      this.plot.on("plotly_relayout", () => this.moved());
+    }
+    Promise.resolve(drawn).then(() => {
+      this.root.dataset.drawMs = (performance.now() - began).toFixed(1);
+      this.root.dataset.window = this.window.map((edge) => Math.round(edge)).join(",");
+    });
+    const [a, b] = this.window;
+    this.status.textContent = `${formatNs(a)} to ${formatNs(b)} (${formatNs(b - a)})`;
+  }
+
+  moved() {
+    this.dragging = false;
+    const range = this.plot.layout.xaxis.range.map((edge) => edge / SECOND);
+    const moved = range.some((edge, i) => Math.abs(edge - this.window[i]) > 1e-6 * (this.window[1] - this.window[0]));
+    if (moved) this.show(range);
+    else if (this.waiting) this.accept(this.waiting);
+  }
+
+  layout() {
+    const { theme, spec } = this;
+    return {
+      width: this.plot.clientWidth, height: spec.height + MARGIN.t + MARGIN.b, margin: { l: this.left, ...MARGIN },
+      paper_bgcolor: theme.background, plot_bgcolor: theme.background, font: { family: spec.font, size: 12, color: theme.text },
+      hovermode: false, dragmode: "pan", showlegend: false, shapes: this.shapes(),
+      xaxis: { range: this.window.map((edge) => edge * SECOND), ticksuffix: "s", exponentformat: "SI", minexponent: 1, showexponent: "all",
+               gridcolor: theme.grid, zeroline: false, nticks: 8, ticklabeloverflow: "allow" },
+      yaxis: { range: [spec.height, 0], fixedrange: true, showgrid: false, zeroline: false, ticklabeloverflow: "allow",
+               tickvals: spec.labels.map(([, y]) => y), ticktext: spec.labels.map(([text]) => text) },
+    };
+  }
+
+  // The place that a table row, a key or a call pointed at.
+  shapes() {
+    if (!this.highlight) return [];
+    const [start, end] = this.highlight, pixel = (this.window[1] - this.window[0]) / this.width;
+    return [{ type: "rect", x0: start * SECOND, x1: Math.max(end, start + pixel) * SECOND, yref: "paper", y0: 0, y1: 1, layer: "below",
+      fillcolor: this.theme.accent, opacity: 0.25, line: { width: 1, color: this.theme.accent } }];
+  }
+
+  // Every other step, over the full height.
+  bands() {
+    const x = [], y = [], { height } = this.spec;
+    for (const [start, end, , shaded] of this.tile.bands) {
+      if (!shaded) continue;
+      const x0 = start * SECOND, x1 = end * SECOND;
+      x.push(x0, x1, x1, x0, x0, null);
+      y.push(0, 0, height, height, 0, null);
+    }
+    return { type: "scatter", name: "steps", x, y, mode: "none", fill: "toself", fillcolor: this.theme.band, hoverinfo: "skip" };
+  }
+
+  // One heat map a row: evenly spaced cells are an image of one pixel a cell, which plotly draws at once.
+  cells() {
+    const { cells, covered } = this.tile, { levels, boxes, hues } = this.spec;
+    const dx = ((covered[1] - covered[0]) * SECOND) / (cells.bins || 1);
+    return cells.rows.map((row, i) => {
+      const line = new Float64Array(cells.bins);
+      for (let bin = 0; bin < cells.bins; bin++) {
+        const share = cells.share[i * cells.bins + bin];
+        line[bin] = share ? cells.hue[i * cells.bins + bin] * levels + Math.floor(((share - 1) * levels) / 255) + 0.5 : NaN;
+      }
+      const [top, bottom] = boxes[row];
+      return { type: "heatmap", name: "cells", x0: covered[0] * SECOND + dx / 2, dx, y0: (top + bottom) / 2, dy: bottom - top, z: [line],
+        zmin: 0, zmax: hues.length * levels, colorscale: this.theme.density, showscale: false, hoverinfo: "skip" };
+    });
+  }
+
+  // One trace of closed outlines for each hue; what is shorter than a pixel is drawn a pixel wide.
+  outlines() {
+    const { bars, window, width } = this.tile, { boxes } = this.spec;
+    const pixel = (window[1] - window[0]) / width;
+    const counts = new Array(this.spec.hues.length).fill(0);
+    for (const hue of bars.hue) counts[hue]++;
+    const traces = this.spec.hues.map((hue, i) => ({ type: "scatter", name: hue.label, x: new Float64Array(6 * counts[i]),
+      y: new Float64Array(6 * counts[i]), mode: "none", fill: "toself", fillcolor: hue.colour, hoverinfo: "skip" }));
+    const at = counts.fill(0);
+    for (let i = 0; i < bars.row.length; i++) {
+      const x0 = bars.start[i] * SECOND, x1 = Math.max(bars.end[i], bars.start[i] + pixel) * SECOND, [top, bottom] = boxes[bars.row[i]];
+      const { x, y } = traces[bars.hue[i]], first = at[bars.hue[i]];
+      x.set([x0, x1, x1, x0, x0, NaN], first);
+      y.set([top, top, bottom, bottom, top, NaN], first);
+      at[bars.hue[i]] = first + 6;
+    }
+    return traces;
+  }
+
+  tickLines() {
+    // one line that runs up and down, turning outside the plot: a line with gaps would be an element for each tick
+    const x = [], y = [], { height } = this.spec;
+    this.tile.ticks.time.forEach((time, i) => {
+      x.push(time * SECOND, time * SECOND);
+      y.push(...(i % 2 ? [2 * height, -height] : [-height, 2 * height]));
+    });
+    const colour = this.spec.hues.find((hue) => hue.key === "wait").colour;
+    return { type: "scatter", name: "host syncs", x, y, mode: "lines", line: { width: 1, color: colour, dash: "dot" }, hoverinfo: "skip" };
+  }
+
+  label(i) {
+    const { bars } = this.tile;
+    return bars.name[i] < 0 ? String(bars.step[i]) : bars.short[bars.name[i]];
+  }
+
+  labels() {
+    const { bars } = this.tile, [a, b] = this.window, perNs = this.width / (b - a);
+    let found = [];
+    for (let i = 0; i < bars.row.length; i++) {
+      const low = Math.max(bars.start[i], a), high = Math.min(bars.end[i], b), room = Math.trunc(((high - low) * perNs - 4) / CHAR_PX);
+      if (room >= 3) found.push([i, (low + high) / 2, room]);
+    }
+    if (found.length > MAX_LABELS) found = found.sort((x, y) => y[2] - x[2]).slice(0, MAX_LABELS);
+    const middle = ([top, bottom]) => (top + bottom) / 2;
+    return { type: "scatter", name: "labels", mode: "text", hoverinfo: "skip", x: found.map(([, at]) => at * SECOND),
+      y: found.map(([i]) => middle(this.spec.boxes[bars.row[i]])), text: found.map(([i, , room]) => shortened(this.label(i), room)),
+      textfont: { size: 11, color: found.map(([i]) => this.spec.hues[bars.hue[i]].ink) } };
+  }
+
+  // ---- pointing and choosing
+
+  // What lies under the pointer: {row, at, bar} with `bar` undefined in rows of cells and in gaps.
+  under(event) {
+    const box = this.plot.getBoundingClientRect();
+    const x = event.clientX - box.left - this.left, y = event.clientY - box.top - MARGIN.t;
+    if (!this.tile || x < 0 || x > this.width) return null;
+    const row = this.spec.boxes.findIndex(([top, bottom]) => y >= top && y <= bottom);
+    if (row < 0) return null;
+    const perPx = (this.window[1] - this.window[0]) / this.width, at = this.window[0] + x * perPx, { bars } = this.tile;
+    const first = this.rowStart.get(row);
+    if (first === undefined) return { row, at };
+    let last = first;
+    while (last < bars.row.length && bars.row[last] === row) last++;
+    const next = lowerBound(bars.start, at, first, last);
+    // the bar that holds the instant, else the nearest within two pixels
+    const near = [next - 1, next].filter((i) => i >= first && i < last)
+      .map((i) => [i, Math.max(bars.start[i] - at, at - bars.end[i], 0) / perPx]).filter(([, distance]) => distance <= 2).sort((p, q) => p[1] - q[1]);
+    return { row, at, bar: near[0]?.[0] };
+  }
+
+  lines({ row, at, bar }) {
+    const lines = bar === undefined ? this.cellLines(row, at) : this.barLines(bar);
+    const { time, count, name } = this.tile.ticks, perPx = (this.window[1] - this.window[0]) / this.width;
+    const near = lowerBound(time, at - 2 * perPx);
+    if (near < time.length && time[near] <= at + 2 * perPx) lines.push(count[near] > 1 ? `${count[near]} host syncs here` : `host sync: ${name[near]}`);
+    return lines.length ? lines : null;
+  }
+
+  cellLines(row, at) {
+    const { cells, covered } = this.tile, i = cells.rows.indexOf(row);
+    const bin = Math.floor(((at - covered[0]) / (covered[1] - covered[0])) * cells.bins), cell = i * cells.bins + bin;
+    if (i < 0 || bin < 0 || bin >= cells.bins || !cells.share[cell]) return [];
+    const share = (cells.share[cell] / 255) * 100;
+    return [this.spec.rows[row].label, `${share < 1 ? "under 1" : share.toFixed(0)} % busy, ${cells.events[cell]} begin here`,
+      `mostly ${this.spec.hues[cells.hue[cell]].label}; zoom in for events`];
+  }
+
+  barLines(bar) {
+    const { bars } = this.tile, length = bars.end[bar] - bars.start[bar];
+    const out = [bars.name[bar] < 0 ? `step ${bars.step[bar]}` : bars.names[bars.name[bar]],
+      `${formatNs(length)} at ${(bars.start[bar] / 1e6).toFixed(6)} ms`, this.spec.rows[bars.row[bar]].label];
+    if (bars.step[bar] >= 0 && bars.name[bar] >= 0) out.push(`step ${bars.step[bar]}`);
+    if (bars.corr[bar] >= 0) out.push(`correlation ${bars.corr[bar]}`);
+    if (bars.bytes[bar] >= 0) out.push(formatBytes(bars.bytes[bar]) + (length > 0 ? `, ${Number((bars.bytes[bar] / length).toPrecision(3))} GB/s` : ""));
+    return out;
+  }
+
+  hover(event) {
+    const found = this.under(event), lines = found && this.lines(found);
+    this.tip.hidden = !lines;
+    if (!lines) return;
+    this.tip.replaceChildren(...lines.map((line, i) => make(i ? "div" : "b", {}, line)));
+    const box = this.root.getBoundingClientRect(), x = event.clientX - box.left, onRight = x > box.width / 2;
+    this.tip.style.left = onRight ? "auto" : `${x + 14}px`;
+    this.tip.style.right = onRight ? `${box.width - x + 14}px` : "auto";
+    this.tip.style.top = `${event.clientY - box.top + 14}px`;
+  }
+
+  release(event) {
+    const pressed = this.pressed;
+    this.pressed = null;
+    if (!pressed || Math.hypot(event.clientX - pressed[0], event.clientY - pressed[1]) > CLICK_PX) return;
+    this.root.focus({ preventScroll: true });
+    if (event.timeStamp - (this.lastClick ?? -1e9) < 350) { this.show([0, this.spec.span]); return; }
+    this.lastClick = event.timeStamp;
+    const found = this.under(event);
+    this.select(found && found.bar !== undefined ? found : null);
+  }
+
+  select(found) {
+    this.highlight = null;
+    this.selection = null;
+    this.detail.textContent = "";
+    if (found) {
+      const { bars } = this.tile;
+      this.detail.textContent = this.barLines(found.bar).join(" \u00b7 ");
+      this.source.select(bars.row[found.bar], bars.index[found.bar], (links) => this.linked(links));
+    }
+    this.draw();
+  }
+
+  linked(links) {
+    this.selection = links;
+    if (links.to.length) {
+      const [, start, end] = links.from, [, first, firstEnd] = links.to[0];
+      const launched = this.spec.rows[links.from[0]].table === "api";
+      const [call, op] = launched ? [[start, end], first] : [[first, firstEnd], start];
+      const count = links.total ?? links.to.length;
+      this.detail.textContent += launched
+        ? ` \u2192 ${count} operation${count === 1 ? "" : "s"} on the device, the first ${formatNs(op - call[0])} after the call began`
+        : ` \u2190 launched by a call that began ${formatNs(op - call[0])} earlier`;
+    }
+    this.draw();
+  }
+
+  // The chosen event and its partners outlined, and a line from the call to the first operation.
+  links() {
+    const outline = { type: "scatter", name: "selected", x: [], y: [], mode: "lines", hoverinfo: "skip", line: { width: 2, color: this.theme.accent } };
+    const line = { type: "scatter", name: "link", x: [], y: [], mode: "lines+markers", hoverinfo: "skip", line: { width: 1.5, color: this.theme.accent },
+      marker: { size: 7, symbol: "arrow", angleref: "previous", color: this.theme.accent } };
+    if (this.selection) {
+      const { from, to } = this.selection, { boxes } = this.spec;
+      for (const [row, start, end] of [from, ...to]) {
+        const [top, bottom] = boxes[row], x0 = start * SECOND, x1 = end * SECOND;
+        outline.x.push(x0, x1, x1, x0, x0, null);
+        outline.y.push(top, top, bottom, bottom, top, null);
+      }
+      if (to.length) {
+        const ends = [from, to[0]], middle = ([top, bottom]) => (top + bottom) / 2;
+        if (this.spec.rows[from[0]].table === "ops") ends.reverse();
+        line.x = ends.map(([, start]) => start * SECOND);
+        line.y = ends.map(([row]) => middle(boxes[row]));
+      }
+    }
+    return [outline, line];
+  }
+}
+
+// ---- themes
+
+// The theme that fits the page around `node`: what its background is, else what the reader prefers.
+function detectTheme(node) {
+  for (let at = node.parentElement; at; at = at.parentElement) {
+    const parts = getComputedStyle(at).backgroundColor.match(/[\d.]+/g)?.map(Number);
+    if (parts && (parts.length < 4 || parts[3] > 0.5)) return 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2] < 128 ? "dark" : "light";
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+function onThemeChange(act) {
+  const observer = new MutationObserver(act);
+  for (const node of [document.documentElement, document.body]) observer.observe(node, { attributes: true });
+  return observer;
+}

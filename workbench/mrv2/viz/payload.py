@@ -1,0 +1,174 @@
+"""The timeline as the browser takes it: a description of the rows, and tiles or whole traces as packed columns."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrv2.trace.table import Trace, TraceError
+from mrv2.viz import drawing, theme
+from mrv2.viz.index import BARS_PER_PIXEL, MARGIN, MAX_BARS, Bands, Row, Tile, TimelineIndex
+from mrv2.viz.names import short_name
+
+_ASSETS = Path(__file__).parent / "assets"
+
+
+def assets(*parts: str) -> str:
+    """Return files of ``viz/assets`` joined to one text; programs share one scope and import nothing."""
+    return "\n".join((_ASSETS / part).read_text(encoding="utf-8") for part in parts)
+
+
+@cache
+def plotly_source() -> tuple[str, bytes]:
+    """Return plotly.js: its version and its source, gzip.
+
+    Raises:
+        TraceError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs, get_plotlyjs_version
+    except ImportError as error:
+        raise TraceError("the timeline needs plotly: pip install 'mrv2-workbench[notebook]'") from error
+    return get_plotlyjs_version(), gzip.compress(get_plotlyjs().encode(), 6, mtime=0)
+
+
+def describe(index: TimelineIndex) -> dict[str, Any]:
+    """Return rows, places, hues and themes: what stays the same for every tile."""
+    where = drawing.geometry(index.rows)
+    return {
+        **theme.spec(),
+        "rows": [{"key": r.key, "label": r.label, "table": r.table, "process": r.process} for r in index.rows],
+        "boxes": where.boxes,
+        "labels": where.labels,
+        "height": where.height,
+        "span": float(index.end - index.origin),
+        "usedHues": sorted({hue for row in index.rows for hue in np.unique(row.hue).tolist()}),
+    }
+
+
+def tile_message(trace: Trace, index: TimelineIndex, tile: Tile) -> dict[str, Any]:
+    """Return a tile for the page; times are nanoseconds from the start of the trace, columns are bytes."""
+    names = _Names(trace)
+    parts = [index.rows[i].take(part) for i, part in zip(tile.bar_rows, tile.bars)]
+    bars = {key: values.tobytes() for key, values in _columns(trace, index, parts, names).items()}
+    first = [np.arange(part.start, part.stop, dtype=np.int32) for part in tile.bars]
+    sizes = [part.stop - part.start for part in tile.bars]
+    cells = tile.cells
+    return {
+        "window": _relative(index, tile.window),
+        "covered": _relative(index, tile.covered),
+        "width": tile.width_px,
+        "bars": {
+            **bars,
+            "row": np.repeat(np.array(tile.bar_rows, np.uint16), sizes).tobytes(),
+            "index": np.concatenate(first).tobytes() if first else b"",
+            "names": names.texts,
+            "short": names.short,
+        },
+        "cells": {
+            "rows": tile.cell_rows,
+            "bins": len(cells[0].share) if cells else 0,
+            "share": b"".join(cell.levels().tobytes() for cell in cells),
+            "hue": b"".join(cell.hue.tobytes() for cell in cells),
+            "events": b"".join(cell.events.astype(np.int32).tobytes() for cell in cells),
+        },
+        "ticks": {
+            "time": (tile.ticks.time - index.origin).astype(np.float64).tobytes(),
+            "count": tile.ticks.count.tolist(),
+            "name": [trace.name_of(int(i)) for i in tile.ticks.name],
+        },
+        "bands": _bands(index, tile.bands),
+    }
+
+
+def whole(trace: Trace, index: TimelineIndex) -> tuple[dict[str, Any], bytes]:
+    """Return a whole timeline for a page without a kernel: `describe` with a directory, and the packed columns."""
+    names = _Names(trace)
+    columns = _columns(trace, index, index.rows, names)
+    columns["tickTime"] = (index.ticks.time - index.origin).astype(np.float64)
+    columns["tickName"] = names.ids(index.ticks.name)
+    directory: list[tuple[str, str, int, int]] = []
+    blob = bytearray()
+    # widest first: every column starts at a multiple of its item size
+    for key, array in sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize):
+        directory.append((key, array.dtype.str[1:], len(blob), len(array)))
+        blob += array.tobytes()
+    spec = {
+        **describe(index),
+        "columns": directory,
+        "offsets": np.concatenate([[0], np.cumsum([len(row) for row in index.rows])]).tolist(),
+        "names": names.texts,
+        "short": names.short,
+        "bands": _bands(index, np.arange(len(index.bands.start))),
+        "maxBars": MAX_BARS,
+        "barsPerPixel": BARS_PER_PIXEL,
+        "margin": MARGIN,
+    }
+    return spec, bytes(blob)
+
+
+def packed(data: bytes) -> str:
+    """Return `data` as gzip in base64, to stand inside a page."""
+    return as_base64(gzip.compress(data, 6, mtime=0))
+
+
+def as_base64(data: bytes) -> str:
+    """Return `data` as base64 text."""
+    return base64.b64encode(data).decode()
+
+
+class _Names:
+    """Strings of a trace renumbered to those that are used."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.texts: list[str] = []
+        self.short: list[str] = []
+        self._number: dict[int, int] = {-1: -1}
+
+    def ids(self, ids: np.ndarray) -> np.ndarray:
+        """Return the new numbers of string ids [n]; int32 [n], -1 stays."""
+        distinct, where = np.unique(ids, return_inverse=True)
+        for old in distinct.tolist():
+            if old not in self._number:
+                self._number[old] = len(self.texts)
+                text = self._trace.name_of(old)
+                self.texts.append(text)
+                self.short.append(short_name(text))
+        return np.array([self._number[old] for old in distinct.tolist()], np.int32)[where]
+
+
+def _columns(trace: Trace, index: TimelineIndex, rows: list[Row], names: _Names) -> dict[str, np.ndarray]:
+    """Return the columns of all events of `rows`, one row after the other; each [num_events]."""
+
+    def joined(values: list[np.ndarray], dtype: Any) -> np.ndarray:
+        return np.concatenate(values).astype(dtype, copy=False) if values else np.zeros(0, dtype)
+
+    sizes = [trace.ops.bytes[row.event] if row.table == "ops" else np.full(len(row), -1, np.int64) for row in rows]
+    return {
+        "start": joined([row.start - index.origin for row in rows], np.float64),
+        "end": joined([row.end - index.origin for row in rows], np.float64),
+        "step": joined([row.step for row in rows], np.float64),
+        "corr": joined([row.corr for row in rows], np.float64),
+        "bytes": joined(sizes, np.float64),
+        "name": names.ids(joined([row.name for row in rows], np.int64)),
+        "hue": joined([row.hue for row in rows], np.uint8),
+    }
+
+
+def _relative(index: TimelineIndex, window: tuple[float, float]) -> list[float]:
+    return [float(edge - index.origin) for edge in window]
+
+
+def _bands(index: TimelineIndex, numbers: np.ndarray) -> list[tuple[float, float, int, bool]]:
+    """Return start, end of the shade, step, and whether to shade for each band."""
+    bands: Bands = index.bands
+    return [
+        (float(bands.start[i] - index.origin), float(bands.shade_end[i] - index.origin), int(bands.step[i]), i % 2 == 0)
+        for i in numbers.tolist()
+    ]
