@@ -81,7 +81,8 @@ def mixed_params(index: int, *, max_tokens: int = 60) -> tuple[SamplingParams, C
     """Return parameters for request `index`: odd ones follow a grammar, even ones are free."""
     rng = np.random.default_rng(index)
     constraint = CONSTRAINTS[index // 2 % len(CONSTRAINTS)] if index % 2 else None
-    shaping = [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}][int(rng.integers(4))]
+    choices: list[dict[str, Any]] = [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.02}, {"frequency_penalty": 0.7}]
+    shaping = choices[int(rng.integers(4))]
     params = SamplingParams(
         temperature=0.0 if rng.random() < 0.2 else 1.0,
         seed=index,

@@ -121,3 +121,29 @@ def test_structural_tag_constrains_what_follows_the_trigger(backend):
     assert not matcher.accept(3 + ord("x"))
     for byte in b"17</f>":
         assert matcher.accept(3 + byte), chr(byte)
+
+
+@pytest.mark.parametrize("lead", range(0xC2, 0xF5))
+def test_a_split_character_is_continued_as_utf8_has_it(backend, lead):
+    matcher = start(backend, regex='[^"]{3}')
+    assert matcher.accept(3 + lead)
+    bits = np.zeros((1, WORDS), dtype=np.int32)
+    matcher.fill(bits, 0)
+    seconds = {TOKENIZER.token_bytes(int(token))[0] for token in allowed_by(bits)}
+    width = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+    legal = {second for second in range(256) if _is_prefix(bytes([lead, second]), width)}
+    assert seconds == legal
+    matcher.accept(3 + min(legal))
+    matcher.rollback(1)
+    bits[:] = 0
+    matcher.fill(bits, 0)
+    assert {TOKENIZER.token_bytes(int(token))[0] for token in allowed_by(bits)} == legal
+
+
+def _is_prefix(text: bytes, width: int) -> bool:
+    """True if a character of `width` bytes begins like this."""
+    try:
+        (text + b"\x80" * (width - len(text))).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -14,7 +14,7 @@ import pytest
 
 from mrv2.trace.table import Trace, TraceError
 from mrv2.viz import Timeline, browser, timeline, widgets
-from viz.traces import NUM_STEPS, STEP_NS, small_trace
+from viz.traces import NUM_STEPS, STEP_NS, big_trace, small_trace
 
 pytest.importorskip("plotly")
 ORIGIN = 1_000_000
@@ -105,8 +105,16 @@ def test_a_name_cannot_break_out_of_the_page() -> None:
 
 
 def test_a_figure_file_can_be_read_back(tmp_path: Path) -> None:
-    path = Timeline(small_trace()).save(tmp_path / "timeline.json")
-    assert {"data", "layout"} <= set(json.loads(path.read_text(encoding="utf-8")))
+    picture = Timeline(big_trace(4_000))
+    path = picture.save(tmp_path / "timeline.json")
+    parts = json.loads(path.read_text(encoding="utf-8"))
+    drawn = picture.figure()
+    assert [trace["name"] for trace in parts["data"]] == [trace.name for trace in drawn.data]
+    for said, trace in zip(parts["data"], drawn.data):
+        for axis in ("x", "y", "z"):
+            if trace[axis] is not None:
+                column = np.array(said[axis], np.float64)
+                assert column == pytest.approx(np.array(trace[axis], np.float64), nan_ok=True)
 
 
 def test_other_endings_are_refused(tmp_path: Path) -> None:
@@ -129,9 +137,10 @@ def test_without_a_browser_a_png_says_what_to_do(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("act", ["figure", "html"])
 def test_without_plotly_the_extra_is_named(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = Timeline(small_trace())
-    for name in ("plotly", "plotly.graph_objects", "plotly.offline"):
+    for name in ("plotly", "plotly.graph_objects"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(timeline.payload, "plotly_source", timeline.payload.plotly_source.__wrapped__)
+    monkeypatch.setattr(timeline.payload, "find_spec", lambda name: None)
+    timeline.payload.plotly_source.cache_clear()
     with pytest.raises(TraceError, match=r"mrv2-workbench\[notebook\]"):
         getattr(picture, act)()
 

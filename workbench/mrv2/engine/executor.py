@@ -12,6 +12,7 @@ from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
 from mrv2.logits_processor import ProcessorSetup, processor_classes
+from mrv2.runner.async_logprobs import MAX_CHUNK_ROWS
 from mrv2.runner.forward import Buckets, ForwardBuffers, ForwardPass
 from mrv2.runner.protocol import AsyncOutput, GrammarMask, Runner, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
@@ -210,8 +211,11 @@ class UniProcExecutor:
         key = forward.buckets.key(tokens, rows, 0)
         batch = forward.make_batch(key, num_reqs=rows, max_query_len=tokens, knobs=self.knobs)
         forward.run(key, batch, self.device.main, self.knobs.with_changes(cuda_graphs="off", attention="triton"))
-        # raw logits of every row, their float32 copy, and what top-k/top-p and logprobs keep beside it
-        logits = rows * self.vocab_size * (self.model.dtype.itemsize + 3 * 4)
+        # raw logits of every row, their float32 copy, and what top-k/top-p, logprobs and processors keep beside it
+        num_copies = 3 + 2 * bool(self.processors)
+        logits = rows * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
+        # the logits of one pass over prompt tokens
+        logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")
         peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()

@@ -73,25 +73,27 @@ def seconds(index: TimelineIndex, ns: Any) -> Any:
     return (np.asarray(ns, np.float64) - index.origin) * 1e-9
 
 
-def figure(trace: Trace, index: TimelineIndex, tile: Tile, *, theme: str = "light", title: str = "") -> Any:
-    """Return the tile as a plotly figure.
+def figure_parts(
+    trace: Trace, index: TimelineIndex, tile: Tile, *, theme: str = "light", title: str = ""
+) -> dict[str, Any]:
+    """Return the tile as a plotly figure: a dictionary with "data" and "layout", made without plotly.
 
     The list of traces is always the same: "cells" (heat map), one outline trace for each hue, "host syncs", "labels",
     "events" (invisible points that carry the hover text).
 
     Raises:
-        TraceError: plotly is not installed, or there is no such theme.
+        TraceError: there is no such theme.
     """
-    go = plotly()
     of = themes.theme(theme)
     where = geometry(index.rows)
-    return go.Figure(data=tile_traces(trace, index, tile, where, of), layout=_layout(index, tile, where, of, title))
+    traces = tile_traces(trace, index, tile, where, of)
+    return {"data": traces, "layout": _layout(index, tile, where, of, title)}
 
 
 def tile_traces(
     trace: Trace, index: TimelineIndex, tile: Tile, where: Geometry, of: themes.Theme
 ) -> list[dict[str, Any]]:
-    """Return the plotly traces of a tile as dictionaries, see `figure`."""
+    """Return the plotly traces of a tile as dictionaries, see `figure_parts`."""
     bars = _Bars.of(trace, index, tile)
     return [
         _cells(index, tile, where, of),

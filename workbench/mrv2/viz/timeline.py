@@ -79,9 +79,11 @@ class Timeline:
         Raises:
             TraceError: plotly is not installed.
         """
-        return drawing.figure(
-            self.trace, self.index, self.tile(window, width_px), theme=self.theme or "light", title=self.title
-        )
+        return drawing.plotly().Figure(self._figure_parts(window, width_px))
+
+    def _figure_parts(self, window: Any = None, width_px: int | None = None) -> dict[str, Any]:
+        tile = self.tile(window, width_px)
+        return drawing.figure_parts(self.trace, self.index, tile, theme=self.theme or "light", title=self.title)
 
     def html(self, window: Any = None) -> str:
         """Return one self-contained page that zooms down to single events without a kernel.
@@ -121,7 +123,7 @@ class Timeline:
             if path.suffix == ".html":
                 path.write_text(self.html(window), encoding="utf-8")
             elif path.suffix == ".json":
-                path.write_text(self.figure(window).to_json(), encoding="utf-8")
+                path.write_text(json.dumps(_plain(self._figure_parts(window))), encoding="utf-8")
             else:
                 save_png(self.figure(window), path)
         except OSError as error:
@@ -167,12 +169,8 @@ class Timeline:
             self._live = None
 
     def _repr_mimebundle_(self, **_: Any) -> Any:
-        static = {"text/plain": repr(self)}
-        try:
-            # pages of a notebook without its kernel show this
-            static.update(_plotly_bundle(self.figure()))
-        except TraceError as error:
-            static["text/plain"] += f"\n{error}"
+        # readers of a notebook without its kernel see the figure
+        static = {"text/plain": repr(self), "application/vnd.plotly.v1+json": _plain(self._figure_parts())}
         return widgets.bundle(self.widget, static) if widgets.has_front_end() else static
 
     def _as_window(self, window: Any) -> tuple[float, float]:
@@ -185,9 +183,21 @@ class Timeline:
         return self.index.clamp(start, end)
 
 
-def _plotly_bundle(figure: Any) -> dict[str, Any]:
-    parts = json.loads(figure.to_json())
-    return {"application/vnd.plotly.v1+json": {"data": parts["data"], "layout": parts["layout"]}}
+def _plain(value: Any) -> Any:
+    """Return nested dictionaries and arrays as JSON takes them: lists, and None for gaps."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return [_plain(line) for line in value] if value.ndim > 1 else _without_gaps(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _without_gaps(column: np.ndarray) -> list[Any]:
+    if column.dtype.kind != "f" or not np.isnan(column).any():
+        return column.tolist()
+    return [None if gap else x for x, gap in zip(column.tolist(), np.isnan(column).tolist())]
 
 
 def save_png(figure: Any, path: Path) -> None:

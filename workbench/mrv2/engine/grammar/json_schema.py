@@ -36,8 +36,8 @@ _FORMATS = frozenset(
     | {"uri", "uri-reference", "uri-template"}
 )
 _LEGAL = sorted({"type", *_ALTERNATIVES, *_TYPED, *_ANNOTATIONS})
-# a character of a JSON string that stands for itself; spelled as ranges, for a negated set admits surrogates
-_PLAIN = r" !#-\[\]-~\x80-\u07ff\u0800-\ud7ff\ue000-\uffff" + "\U00010000-\U0010ffff"
+# a character of a JSON string that stands for itself
+_PLAIN = r'[^"\\\x00-\x1f]'
 _PYTHON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
@@ -199,7 +199,7 @@ def _lengths_to_pattern(schema: dict[str, Any], place: str) -> None:
             _refuse(f"{place}/{name}", f"must be an integer >= 0, not {value!r}")
     if high is not None and low > high:
         _refuse(f"{place}/maxLength", f"{high} is less than minLength {low}")
-    schema["pattern"] = f"^[{_PLAIN}]{{{low},{'' if high is None else high}}}$"
+    schema["pattern"] = f"^{_PLAIN}{{{low},{'' if high is None else high}}}$"
 
 
 def _types(schema: dict[str, Any], place: str) -> tuple[str, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from mrv2.errors import RequestError
 from mrv2.tokenizer import Tokenizer
@@ -42,3 +45,23 @@ class Vocabulary:
                 "none; skip_tokenizer_init leaves it out): load the engine with tokenizer=<folder with tokenizer.json>"
             )
         return cls.of(Tokenizer.from_folder(folder), vocab_size)
+
+
+# the second bytes that UTF-8 allows behind these first ones; behind any other every continuation byte is legal
+_SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
+
+
+def utf8_masks(tokens: Sequence[bytes]) -> dict[int, np.ndarray]:
+    """Return, for the last byte of a text, which tokens keep it valid UTF-8 ([W] int32, as masks are).
+
+    Grammar libraries take overlong forms and surrogates for characters of a negated class.  The tokens of a
+    trained vocabulary are cut from valid text, so that only the seam between two tokens can go wrong.
+    """
+    starts = np.full(-(-len(tokens) // 32) * 32, -1, dtype=np.int16)
+    starts[: len(tokens)] = [token[0] if token else -1 for token in tokens]
+    is_continuation = (starts >= 0x80) & (starts <= 0xBF)
+    masks = {}
+    for lead, (low, high) in _SECOND_BYTES.items():
+        legal = ~is_continuation | ((starts >= low) & (starts <= high))
+        masks[lead] = np.packbits(legal, bitorder="little").view(np.int32)
+    return masks

@@ -13,7 +13,7 @@ import numpy as np
 from mrv2.engine.grammar.backend import GrammarBackend, GrammarMatcher
 from mrv2.engine.grammar.json_schema import enforceable_schema
 from mrv2.engine.grammar.regex import regex_error
-from mrv2.engine.grammar.vocabulary import Vocabulary
+from mrv2.engine.grammar.vocabulary import Vocabulary, utf8_masks
 from mrv2.errors import ConfigError, RequestError
 from mrv2.structured_outputs import StructuredOutputsParams
 
@@ -27,20 +27,29 @@ _LOG_PREFIX = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 
 
 class XGrammarMatcher(GrammarMatcher):
-    """`xgrammar.GrammarMatcher` behind the engine's verbs."""
+    """`xgrammar.GrammarMatcher` behind the engine's verbs; the text stays valid UTF-8."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, tokens: Sequence[bytes], utf8: dict[int, np.ndarray]) -> None:
         self._matcher = matcher
+        self._tokens, self._utf8 = tokens, utf8
+        self._accepted: list[int] = []
 
     def accept(self, token: int) -> bool:
-        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+        if self._matcher.is_terminated() or not self._matcher.accept_token(token):
+            return False
+        self._accepted.append(token)
+        return True
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens:
             self._matcher.rollback(num_tokens)
+            del self._accepted[-num_tokens:]
 
     def fill(self, bits: np.ndarray, row: int) -> None:
         self._matcher.fill_next_token_bitmask(bits, row)
+        last = self._tokens[self._accepted[-1]][-1:] if self._accepted else b""
+        if last and (legal := self._utf8.get(last[0])) is not None:
+            bits[row] &= legal
 
     @property
     def terminated(self) -> bool:
@@ -62,6 +71,7 @@ class XGrammarBackend(GrammarBackend):
                 "install it with: pip install 'mrv2-workbench[structured]'"
             ) from error
         self._library = xgrammar
+        self._tokens, self._utf8 = vocabulary.tokens, utf8_masks(vocabulary.tokens)
         self._info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
             xgrammar.VocabType.RAW,
@@ -104,7 +114,8 @@ class XGrammarBackend(GrammarBackend):
         return compiler.compile_grammar(self._ebnf(params))
 
     def matcher(self, compiled: Any, end_token_ids: Sequence[int]) -> XGrammarMatcher:
-        return XGrammarMatcher(self._library.GrammarMatcher(compiled, override_stop_tokens=list(end_token_ids)))
+        matcher = self._library.GrammarMatcher(compiled, override_stop_tokens=list(end_token_ids))
+        return XGrammarMatcher(matcher, self._tokens, self._utf8)
 
     @staticmethod
     def _ebnf(params: StructuredOutputsParams) -> str:

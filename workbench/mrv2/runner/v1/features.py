@@ -135,9 +135,10 @@ def apply_features(
     """Change the logits in the sampler's order; device code."""
     if len(features.allowed_rows):
         is_dropped = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        is_dropped[features.allowed_rows.long()] = True
+        is_dropped.index_fill_(0, features.allowed_rows.long(), True)
         rows, ids = features.allowed
-        is_dropped[rows.long(), ids.long()] = False
+        # a value on the device: no copy from the host
+        is_dropped.index_put_((rows.long(), ids.long()), torch.zeros_like(rows, dtype=torch.bool))
         logits.masked_fill_(is_dropped & ~logits.isnan(), float("-inf"))
     rows, ids, values = features.biased
     if len(rows):
