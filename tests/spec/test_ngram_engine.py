@@ -136,6 +136,54 @@ def test_nothing_but_the_output_is_waited_for(depth: int) -> None:
     core.shutdown()
 
 
+FEATURES = [
+    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    {"logit_bias": {5: 3.0, 9: -4.0}},
+    {"allowed_token_ids": list(range(40, 90))},
+    {"min_tokens": 9, "stop_token_ids": list(range(0, 512, 5))},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"repetition_penalty": 1.4},
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda f: next(iter(f)))
+def test_sampling_features_beside_drafts(features: dict) -> None:
+    """With a neighbour that drafts; penalties make their request draft nothing, the others draft too."""
+    prompts = [random_prompt(40, 14), random_prompt(41, 9)]
+    all_params = [
+        SamplingParams(**{"temperature": 1.0, "seed": 4, "max_tokens": 16, "ignore_eos": True, **features}),
+        greedy(16),
+    ]
+    requests = {f"r{i}": (p, q) for i, (p, q) in enumerate(zip(prompts, all_params, strict=True))}
+    plain = serve(make_core(), requests)
+    core = make_core(max_num_spec_tokens=K, knobs=Knobs(**SPEC))
+    with_knowing(core, *(p + plain[f"r{i}"].token_ids for i, p in enumerate(prompts)))
+    fast = serve(core, requests)
+    for name in requests:
+        assert fast[name].token_ids == plain[name].token_ids, name
+        assert fast[name].finish_reason == plain[name].finish_reason, name
+    assert sum(core.scheduler.stats.num_accepted) > 0
+
+
+def test_nobody_drafts_while_a_request_wants_logprobs() -> None:
+    core = make_core(max_num_spec_tokens=K, ngram_min=1, knobs=Knobs(**SPEC))
+    collector = Collector(core)
+    collector.submit("quiet", random_prompt(50, 10), greedy(40))
+    for _ in range(6):
+        collector.step()
+    drafted = sum(core.scheduler.stats.num_drafted)
+    assert drafted > 0
+    core.drain()
+    collector.submit("asks", random_prompt(51, 10), greedy(6, logprobs=1))
+    before = sum(core.scheduler.stats.num_drafted)
+    while collector.served["asks"].finish_reason is None:
+        collector.step()
+    assert sum(core.scheduler.stats.num_drafted) == before
+    collector.run()
+    core.shutdown()
+    assert sum(core.scheduler.stats.num_drafted) > before
+
+
 def test_method_and_number_change_while_requests_run() -> None:
     prompts = [random_prompt(20 + i, 10) for i in range(3)]
     core = make_core(max_num_spec_tokens=4, ngram_min=1)

@@ -105,15 +105,16 @@ class Knobs:
                 "or set spec_method='off'"
             )
 
-    @property
-    def drafting(self) -> bool:
-        """True if requests get drafts."""
-        return self.spec_method != "off" and self.num_spec_tokens > 0
         if self.runner == "v1" and self.sampler not in SAME_TOKEN_SAMPLERS:
             raise ConfigError(
                 f"runner='v1' cannot draw the tokens of sampler={self.sampler!r}: set sampler='softmax_race', which is "
                 "what it does, or one that draws the same tokens, or runner='v2'"
             )
+
+    @property
+    def drafting(self) -> bool:
+        """True if requests get drafts."""
+        return self.spec_method != "off" and self.num_spec_tokens > 0
 
     def promises_tokens_of(self, other: Knobs) -> bool:
         """Say whether both settings give a request the same tokens, and not just the same distribution."""
