@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mrv2.trace.table import Trace
-from mrv2.viz import Timeline, browser, payload, theme
+from mrv2.viz import Timeline, browser, drawing, payload, theme
 from mrv2.viz.report import report
 from mrv2.viz.timeline import save_png
 from viz.pages import needs_browser, pixels, run_script
@@ -27,12 +27,14 @@ def _near(picture: np.ndarray, colour: str) -> np.ndarray:
     return np.abs(picture.astype(int) - theme.rgb(colour)).max(axis=2) <= 3
 
 
-@pytest.mark.parametrize("name", ["light", "dark"])
-def test_the_rows_are_drawn_where_they_belong(name: str, tmp_path: Path) -> None:
-    file = Timeline(small_trace(), theme=name).save(tmp_path / "timeline.html")
-    browser.screenshot(file, tmp_path / "timeline.png", 1300, 500)
-    picture = pixels(tmp_path / "timeline.png")
-    assert _near(picture, theme.THEMES[name].background).mean() > 0.3
+def _picture(timeline: Timeline, folder: Path) -> np.ndarray:
+    browser.screenshot(timeline.save(folder / "timeline.html"), folder / "timeline.png", 1300, 500)
+    return pixels(folder / "timeline.png")
+
+
+def test_the_rows_are_drawn_where_they_belong(tmp_path: Path) -> None:
+    picture = _picture(Timeline(small_trace(), theme="light"), tmp_path)
+    assert _near(picture, theme.THEMES["light"].background).mean() > 0.3
     # nested host stages, two kinds of kernels, copies, waits: each hue as a filled area, not a line
     for key in ("schedule", "forward", "attention", "copy", "wait", "other"):
         drawn = _near(picture, theme.HUES[theme.HUE_ID[key]].colour)
@@ -91,6 +93,26 @@ _TABLE = """
 """
 
 
+def test_rows_too_dense_for_bars_are_drawn_as_cells_on_a_dark_page(tmp_path: Path) -> None:
+    timeline = Timeline(big_trace(20_000), theme="dark")
+    picture = _picture(timeline, tmp_path)
+    background = theme.THEMES["dark"].background
+    assert _near(picture, background).mean() > 0.3
+    number = [row.key for row in timeline.index.rows].index("stream:0:7:0")
+    top, bottom = drawing.geometry(timeline.index.rows).boxes[number]
+    middle = round(TOP + 6 + (top + bottom) / 2)
+    line = picture[middle, 300:1200]
+    # kernels follow each other closely: hardly a pixel is empty, and but for the ticks its hue is one of the kernels'
+    assert (~_near(line[None], background)).mean() > 0.95
+    hues = [theme.HUES[theme.HUE_ID[key]].colour for key in ("forward", "attention", "prepare", "sample")]
+    scale = [
+        theme.mix(hue, background, 0.25 + 0.75 * (level + 1) / theme.LEVELS)
+        for hue in hues
+        for level in range(theme.LEVELS)
+    ]
+    assert np.any([_near(line[None], colour) for colour in scale], axis=0).mean() > 0.8
+
+
 def _windows(timeline: Timeline) -> list[tuple[int, int]]:
     """Windows of all sizes, in whole nanoseconds from the start."""
     rng = np.random.default_rng(0)
@@ -141,8 +163,11 @@ def test_the_page_computes_the_same_cells_as_the_kernel(tmp_path: Path) -> None:
 
 def test_the_page_draws_the_outlines_of_the_figure(seen: dict[str, Any]) -> None:
     drawn = {trace["name"]: trace for trace in seen["outlines"]}
-    assert set(drawn) == {hue.label for hue in theme.HUES}
-    for trace in Timeline(small_trace()).figure(width_px=5000).data:
+    figure = Timeline(small_trace()).figure(width_px=5000)
+    assert set(drawn) == {hue.label for hue in theme.HUES} | {"steps"}
+    shaded = np.array(drawn["steps"]["x"], np.float64).reshape(-1, 6)[:, :2]
+    assert shaded == pytest.approx(np.array([[shape.x0, shape.x1] for shape in figure.layout.shapes]))
+    for trace in figure.data:
         if trace.name in drawn:
             for axis in ("x", "y"):
                 page = np.array(drawn[trace.name][axis], np.float64)
