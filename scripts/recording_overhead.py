@@ -1,6 +1,6 @@
 """What live stage recording costs: paired runs of one workload, without and with it.
 
-    python scripts/recording_overhead.py --workload d --pairs 6
+python scripts/recording_overhead.py --workload d --pairs 6
 """
 
 from __future__ import annotations

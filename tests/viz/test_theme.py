@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from mrv2.trace.table import OpKind, TraceError
+from mrv2.trace.table import OpKind, Trace, TraceError
 from mrv2.viz import names, theme
 
 OKABE_ITO = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999"}
@@ -98,3 +99,9 @@ def test_durations_have_a_unit(ns: float, text: str) -> None:
 
 def test_sizes_have_a_unit() -> None:
     assert [names.format_bytes(n) for n in (0, 512, 4096, 2.5e6, 7e10)] == ["0 B", "512 B", "4.1 kB", "2.5 MB", "70 GB"]
+
+
+def test_events_without_a_name_have_the_neutral_hue() -> None:
+    trace = Trace(strings=["schedule"])
+    assert names.host_hues(trace, np.array([-1, 0, -1])).tolist() == [0, theme.HUE_ID["schedule"], 0]
+    assert names.host_hues(trace, np.array([-1])).tolist() == [0]

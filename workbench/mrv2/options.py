@@ -98,6 +98,8 @@ def _speculative_options(value: Any) -> dict[str, Any]:
     if "num_speculative_tokens" not in value:
         raise ConfigError("speculative_config needs num_speculative_tokens, the drafts of a request in a step")
     return options | {"spec_method": _SPECULATIVE_METHODS[method]}
+
+
 def _structured_outputs_config(value: Any) -> str | None:
     """Only the library can be chosen."""
     if not isinstance(value, Mapping):

@@ -38,9 +38,10 @@ class LiveTimeline:
 
     def refresh(self) -> None:
         """Send rows, window and tile of the timeline as it is now."""
-        timeline, index = self._timeline, self._timeline.index
+        timeline = self._timeline
+        analysis, index = timeline.drawn
         with self.widget.hold_sync():
-            self.widget.tile = payload.tile_message(timeline.trace, index, timeline.tile())
+            self.widget.tile = payload.tile_message(analysis.trace, index, timeline.tile())
             self.widget.view = [edge - index.origin for edge in timeline.window]
             self.widget.spec = payload.describe(index)
 
@@ -70,11 +71,11 @@ class LiveTimeline:
             self.widget.send({"kind": "tick", "at": _next(times, float(content["at"]), int(content["direction"]))})
 
     def _serve(self, request: Message) -> None:
-        timeline, index = self._timeline, self._timeline.index
+        analysis, index = self._timeline.drawn
         a, b = (float(edge) + index.origin for edge in request["window"])
         tile = index.tile(a, b, int(request["width"]))
-        timeline.window = tile.window
-        message = payload.tile_message(timeline.trace, index, tile)
+        message = payload.tile_message(analysis.trace, index, tile)
+        self._timeline.window = tile.window
         self.widget.tile = {**message, "view": request["view"], "serial": request["serial"]}
         self.widget.error = ""
 

@@ -72,13 +72,14 @@ def op_hues(trace: Trace, ids: np.ndarray, kinds: np.ndarray) -> np.ndarray:
 
 
 def _lookup(keys: np.ndarray, hue_of: Callable[[int], int]) -> np.ndarray:
-    """Apply `hue_of` once to each distinct key; keys are small non-negative integers [n]."""
+    """Apply `hue_of` once to each distinct key [n]; keys are small integers."""
     if not len(keys):
         return np.zeros(0, np.uint8)
-    table = np.zeros(int(keys.max()) + 1, np.uint8)
-    for key in np.flatnonzero(np.bincount(keys)).tolist():
+    # a negative key is an event without a name: the zero at the end
+    table = np.zeros(max(int(keys.max()), -1) + 2, np.uint8)
+    for key in np.flatnonzero(np.bincount(keys[keys >= 0])).tolist():
         table[key] = hue_of(key)
-    return table[keys]
+    return table[np.maximum(keys, -1)]
 
 
 def _first_match(rules: tuple[tuple[str, str], ...], name: str) -> int:

@@ -37,8 +37,10 @@ def plotly_source() -> tuple[str, bytes]:
     found = find_spec("plotly")
     if found is None or found.origin is None:
         raise TraceError("the timeline needs plotly: pip install 'mrv2-workbench[notebook]'")
-    source = (Path(found.origin).parent / "package_data" / "plotly.min.js").read_bytes()
-    return version("plotly"), gzip.compress(source, 1, mtime=0)
+    file = Path(found.origin).parent / "package_data" / "plotly.min.js"
+    if not file.is_file():
+        raise TraceError(f"plotly {version('plotly')} has no {file.name}: pip install 'mrv2-workbench[notebook]'")
+    return version("plotly"), gzip.compress(file.read_bytes(), 1, mtime=0)
 
 
 def describe(index: TimelineIndex) -> dict[str, Any]:

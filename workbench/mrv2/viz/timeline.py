@@ -58,9 +58,24 @@ class Timeline:
         self._live: LiveTimeline | None = None
 
     def _open(self, trace: Trace | Analysis) -> None:
-        self.analysis = analysis_of(trace)
-        self.trace = self.analysis.trace
-        self.index: TimelineIndex = build_index(self.analysis)
+        analysis = analysis_of(trace)
+        # one assignment: a worker that draws meanwhile sees either the old pair or the new one
+        self.drawn: tuple[Analysis, TimelineIndex] = (analysis, build_index(analysis))
+
+    @property
+    def analysis(self) -> Analysis:
+        """The analysis of the trace that is drawn."""
+        return self.drawn[0]
+
+    @property
+    def trace(self) -> Trace:
+        """The trace that is drawn."""
+        return self.drawn[0].trace
+
+    @property
+    def index(self) -> TimelineIndex:
+        """The rows that are drawn."""
+        return self.drawn[1]
 
     def __repr__(self) -> str:
         counts = self.index.describe()

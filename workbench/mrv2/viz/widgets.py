@@ -23,7 +23,10 @@ def timeline_class() -> type[Any]:
     anywidget, traitlets = _modules()
 
     class TimelineWidget(anywidget.AnyWidget):
-        _esm = payload.assets("format.js", "timeline.js", "widget.js") + "\nexport default { render: renderTimeline };"
+        _esm = (
+            payload.assets("format.js", "traces.js", "timeline.js", "widget.js")
+            + "\nexport default { render: renderTimeline };"
+        )
         _css = payload.assets("style.css")
         spec = traitlets.Dict().tag(sync=True)
         tile = traitlets.Dict().tag(sync=True)

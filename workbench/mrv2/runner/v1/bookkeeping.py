@@ -142,7 +142,7 @@ class Bookkeeper:
         if self._last is not None and self._last[1]:
             pending, expected = self._last
             pending.done.synchronize(TOKENS_WAIT)
-            self._fill_in(expected, pending.slot[: len(pending.req_ids)].numpy())
+            self._fill_in(expected, pending.slot.sampled.numpy())
         self._last = None
 
     def forget(self) -> None:

@@ -2,9 +2,8 @@
 // A source answers request(window, width, deliver), select(row, index, deliver) and nextTick(at, direction);
 // times are nanoseconds from the start of the trace, the axis shows seconds.
 
-const SECOND = 1e-9;
 const MARGIN = { r: 16, t: 6, b: 34 };
-const ZOOM = 1.6, PAN = 0.25, CLICK_PX = 4, MAX_LABELS = 400, CHAR_PX = 6.6;
+const ZOOM = 1.6, PAN = 0.25, CLICK_PX = 4;
 
 class TimelineView {
   constructor(root, Plotly, spec, source, options = {}) {
@@ -152,8 +151,7 @@ class TimelineView {
   draw() {
     if (!this.tile) return;
     const began = performance.now();
-    const traces = [...this.cells(), this.bands(), ...this.outlines(), this.tickLines(), this.labels(), ...this.links()];
-    const drawn = this.Plotly.react(this.plot, traces, this.layout(), { displayModeBar: false, scrollZoom: true, doubleClick: false, responsive: false });
+    const drawn = this.Plotly.react(this.plot, tracesOf(this), this.layout(), { displayModeBar: false, scrollZoom: true, doubleClick: false, responsive: false });
     if (!this.listening) {
       this.listening = true;
       this.plot.on("plotly_relayouting", () => { this.dragging = true; this.tip.hidden = true; });
@@ -180,97 +178,12 @@ class TimelineView {
     return {
       width: this.plot.clientWidth, height: spec.height + MARGIN.t + MARGIN.b, margin: { l: this.left, ...MARGIN },
       paper_bgcolor: theme.background, plot_bgcolor: theme.background, font: { family: spec.font, size: 12, color: theme.text },
-      hovermode: false, dragmode: "pan", showlegend: false, shapes: this.shapes(),
+      hovermode: false, dragmode: "pan", showlegend: false, shapes: highlightOf(this),
       xaxis: { range: this.window.map((edge) => edge * SECOND), ticksuffix: "s", exponentformat: "SI", minexponent: 1, showexponent: "all",
                gridcolor: theme.grid, zeroline: false, nticks: 8, ticklabeloverflow: "allow" },
       yaxis: { range: [spec.height, 0], fixedrange: true, showgrid: false, zeroline: false, ticklabeloverflow: "allow",
                tickvals: spec.labels.map(([, y]) => y), ticktext: spec.labels.map(([text]) => text) },
     };
-  }
-
-  // The place that a table row, a key or a call pointed at.
-  shapes() {
-    if (!this.highlight) return [];
-    const [start, end] = this.highlight, pixel = (this.window[1] - this.window[0]) / this.width;
-    return [{ type: "rect", x0: start * SECOND, x1: Math.max(end, start + pixel) * SECOND, yref: "paper", y0: 0, y1: 1, layer: "below",
-      fillcolor: this.theme.accent, opacity: 0.25, line: { width: 1, color: this.theme.accent } }];
-  }
-
-  // Every other step, over the full height.
-  bands() {
-    const x = [], y = [], { height } = this.spec;
-    for (const [start, end, , shaded] of this.tile.bands) {
-      if (!shaded) continue;
-      const x0 = start * SECOND, x1 = end * SECOND;
-      x.push(x0, x1, x1, x0, x0, null);
-      y.push(0, 0, height, height, 0, null);
-    }
-    return { type: "scatter", name: "steps", x, y, mode: "none", fill: "toself", fillcolor: this.theme.band, hoverinfo: "skip" };
-  }
-
-  // One heat map a row: evenly spaced cells are an image of one pixel a cell, which plotly draws at once.
-  cells() {
-    const { cells, covered } = this.tile, { levels, boxes, hues } = this.spec;
-    const dx = ((covered[1] - covered[0]) * SECOND) / (cells.bins || 1);
-    return cells.rows.map((row, i) => {
-      const line = new Float64Array(cells.bins);
-      for (let bin = 0; bin < cells.bins; bin++) {
-        const share = cells.share[i * cells.bins + bin];
-        line[bin] = share ? cells.hue[i * cells.bins + bin] * levels + Math.floor(((share - 1) * levels) / 255) + 0.5 : NaN;
-      }
-      const [top, bottom] = boxes[row];
-      return { type: "heatmap", name: "cells", x0: covered[0] * SECOND + dx / 2, dx, y0: (top + bottom) / 2, dy: bottom - top, z: [line],
-        zmin: 0, zmax: hues.length * levels, colorscale: this.theme.density, showscale: false, hoverinfo: "skip" };
-    });
-  }
-
-  // One trace of closed outlines for each hue; what is shorter than a pixel is drawn a pixel wide.
-  outlines() {
-    const { bars, window, width } = this.tile, { boxes } = this.spec;
-    const pixel = (window[1] - window[0]) / width;
-    const counts = new Array(this.spec.hues.length).fill(0);
-    for (const hue of bars.hue) counts[hue]++;
-    const traces = this.spec.hues.map((hue, i) => ({ type: "scatter", name: hue.label, x: new Float64Array(6 * counts[i]),
-      y: new Float64Array(6 * counts[i]), mode: "none", fill: "toself", fillcolor: hue.colour, hoverinfo: "skip" }));
-    const at = counts.fill(0);
-    for (let i = 0; i < bars.row.length; i++) {
-      const x0 = bars.start[i] * SECOND, x1 = Math.max(bars.end[i], bars.start[i] + pixel) * SECOND, [top, bottom] = boxes[bars.row[i]];
-      const { x, y } = traces[bars.hue[i]], first = at[bars.hue[i]];
-      x.set([x0, x1, x1, x0, x0, NaN], first);
-      y.set([top, top, bottom, bottom, top, NaN], first);
-      at[bars.hue[i]] = first + 6;
-    }
-    return traces;
-  }
-
-  tickLines() {
-    // one line that runs up and down, turning outside the plot: a line with gaps would be an element for each tick
-    const x = [], y = [], { height } = this.spec;
-    this.tile.ticks.time.forEach((time, i) => {
-      x.push(time * SECOND, time * SECOND);
-      y.push(...(i % 2 ? [2 * height, -height] : [-height, 2 * height]));
-    });
-    const colour = this.spec.hues.find((hue) => hue.key === "wait").colour;
-    return { type: "scatter", name: "host syncs", x, y, mode: "lines", line: { width: 1, color: colour, dash: "dot" }, hoverinfo: "skip" };
-  }
-
-  label(i) {
-    const { bars } = this.tile;
-    return bars.name[i] < 0 ? String(bars.step[i]) : bars.short[bars.name[i]];
-  }
-
-  labels() {
-    const { bars } = this.tile, [a, b] = this.window, perNs = this.width / (b - a);
-    let found = [];
-    for (let i = 0; i < bars.row.length; i++) {
-      const low = Math.max(bars.start[i], a), high = Math.min(bars.end[i], b), room = Math.trunc(((high - low) * perNs - 4) / CHAR_PX);
-      if (room >= 3) found.push([i, (low + high) / 2, room]);
-    }
-    if (found.length > MAX_LABELS) found = found.sort((x, y) => y[2] - x[2]).slice(0, MAX_LABELS);
-    const middle = ([top, bottom]) => (top + bottom) / 2;
-    return { type: "scatter", name: "labels", mode: "text", hoverinfo: "skip", x: found.map(([, at]) => at * SECOND),
-      y: found.map(([i]) => middle(this.spec.boxes[bars.row[i]])), text: found.map(([i, , room]) => shortened(this.label(i), room)),
-      textfont: { size: 11, color: found.map(([i]) => this.spec.hues[bars.hue[i]].ink) } };
   }
 
   // ---- pointing and choosing
@@ -369,27 +282,6 @@ class TimelineView {
     this.draw();
   }
 
-  // The chosen event and its partners outlined, and a line from the call to the first operation.
-  links() {
-    const outline = { type: "scatter", name: "selected", x: [], y: [], mode: "lines", hoverinfo: "skip", line: { width: 2, color: this.theme.accent } };
-    const line = { type: "scatter", name: "link", x: [], y: [], mode: "lines+markers", hoverinfo: "skip", line: { width: 1.5, color: this.theme.accent },
-      marker: { size: 7, symbol: "arrow", angleref: "previous", color: this.theme.accent } };
-    if (this.selection) {
-      const { from, to } = this.selection, { boxes } = this.spec;
-      for (const [row, start, end] of [from, ...to]) {
-        const [top, bottom] = boxes[row], x0 = start * SECOND, x1 = end * SECOND;
-        outline.x.push(x0, x1, x1, x0, x0, null);
-        outline.y.push(top, top, bottom, bottom, top, null);
-      }
-      if (to.length) {
-        const ends = [from, to[0]], middle = ([top, bottom]) => (top + bottom) / 2;
-        if (this.spec.rows[from[0]].table === "ops") ends.reverse();
-        line.x = ends.map(([, start]) => start * SECOND);
-        line.y = ends.map(([row]) => middle(boxes[row]));
-      }
-    }
-    return [outline, line];
-  }
 }
 
 // ---- themes
