@@ -274,7 +274,8 @@ def test_guard_passes_a_clean_step(device: CudaDevice, tensors: dict[str, torch.
         with sync_allowed("the test reads a value"):
             x.sum().item()
             torch.cuda.synchronize()
-    assert [r.kind for r in guard.records] == ["allowed"]
+    # a busy machine can hold up a launch
+    assert [r.kind for r in guard.records if r.kind != "launch_backpressure"] == ["allowed"]
     assert guard.waits == {"output": 4}
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("xgrammar", reason="structured outputs need xgrammar")
+pytest.importorskip("jsonschema", reason="the outputs are judged by jsonschema")
+
 from grammar.serving import mixed_params, mixed_prompt, submit, text_of, toy_core
 from mrv2.config import Knobs
 from mrv2.instrument import sync_allowed, sync_guard

@@ -16,8 +16,9 @@ from mrv2_models.registry import load_model
 pytestmark = pytest.mark.gpu
 
 PROMPTS = {"a": list(range(3, 60)), "b": list(range(100, 117)), "c": [5]}
-# relative to logits with a standard deviation of about 3
-TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.5, torch.float16: 0.06}
+# of the norm of the difference over the norm of the logits; on the CPU the same arithmetic errs by up to 2e-6,
+# 4e-2 and 4e-3: the random attention is sharp
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-2, torch.float16: 1e-2}
 
 
 @contextmanager
@@ -51,8 +52,9 @@ def test_prefill_and_decode_equal_the_cpu(preset: str, dtype: torch.dtype) -> No
     steps = [PROMPTS, {"a": [9], "b": list(range(40)), "c": [7]}, {"a": [1], "b": [2], "c": [3]}]
     for tokens in steps:
         gpu, cpu = (harness.step(tokens, pad_tokens=1, pad_requests=1) for harness in harnesses)
-        for req_id, expected in cpu.items():
-            torch.testing.assert_close(gpu[req_id].double().cpu(), expected, atol=TOLERANCES[dtype], rtol=0.0)
+        expected = torch.cat(list(cpu.values()))
+        error = torch.cat([gpu[req_id] for req_id in cpu]).double().cpu() - expected
+        assert error.norm() <= TOLERANCES[dtype] * expected.norm()
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])

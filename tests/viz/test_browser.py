@@ -104,12 +104,9 @@ def test_rows_too_dense_for_bars_are_drawn_as_cells_on_a_dark_page(tmp_path: Pat
     line = picture[middle, 300:1200]
     # kernels follow each other closely: hardly a pixel is empty, and but for the ticks its hue is one of the kernels'
     assert (~_near(line[None], background)).mean() > 0.95
-    hues = [theme.HUES[theme.HUE_ID[key]].colour for key in ("forward", "attention", "prepare", "sample")]
-    scale = [
-        theme.mix(hue, background, 0.25 + 0.75 * (level + 1) / theme.LEVELS)
-        for hue in hues
-        for level in range(theme.LEVELS)
-    ]
+    hues = [theme.HUE_ID[key] for key in ("forward", "attention", "prepare", "sample")]
+    steps = [colour for _, colour in theme.density_colours(theme.THEMES["dark"])[::2]]
+    scale = [colour for hue in hues for colour in steps[hue * theme.LEVELS : (hue + 1) * theme.LEVELS]]
     assert np.any([_near(line[None], colour) for colour in scale], axis=0).mean() > 0.8
 
 

@@ -81,6 +81,7 @@ def test_few_samples_have_no_quartiles() -> None:
 def test_stages_without_device_time_are_named() -> None:
     text = figures.stage_box(Analysis(small_trace())).layout.title.text
     assert "GPU time not collected: upload" in text
+    assert max(map(len, text.split("<br>"))) <= 72
 
 
 @pytest.mark.parametrize("draw", [figures.overlap_bars, figures.bubble_stack, figures.kernel_bars])

@@ -132,6 +132,21 @@ def test_a_view_beside_a_dense_region_is_not_flooded_by_it() -> None:
     assert sum(part.stop - part.start for part in tile.bars) <= 4 * 10 + 64
 
 
+def test_ticks_get_lines_only_where_there_is_room() -> None:
+    none = np.zeros(0, np.int64)
+    times = np.arange(0, 1_000_000, 1000)
+    index = TimelineIndex([_regular(100_000, "dense")], Ticks(times, np.zeros(1000, np.int64)), Bands(none, none, none))
+    assert not index.tile(0, 1_000_000, 1000).has_tick_lines
+    near = index.tile(100_000, 200_000, 1000)
+    assert near.has_tick_lines and len(near.ticks.time) == 200
+
+
+def test_cells_of_ticks_are_never_faint() -> None:
+    cells = _regular(100, "row").density(0, 1000, 10)
+    assert set(cells.levels().tolist()) == {128}
+    assert set(cells.levels(is_tick=True).tolist()) == {255}
+
+
 def test_bands_show_when_they_are_wide_enough() -> None:
     start = np.arange(0, 1_000_000, 1000)
     index = _index(_regular(100_000, "dense"), bands=Bands(start, start + 1500, np.arange(1000)))

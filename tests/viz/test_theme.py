@@ -69,7 +69,9 @@ def test_short_names_keep_what_tells_kernels_apart(name: str, short: str) -> Non
         ("schedule", "schedule"), ("v1: preprocess", "prepare"), ("prepare_inputs", "prepare"), ("forward", "forward"),
         ("sample_tokens", "sample"), ("wait: output", "wait"), ("cudaEventSynchronize", "wait"),
         ("cudaMemcpyAsync", "copy"), ("cudaGraphLaunch", "forward"), ("update_from_output", "schedule"),
-        ("cudaEventRecord", "other"),
+        ("cudaEventRecord", "other"), ("gpu_model_runner: preprocess", "prepare"),
+        ("schedule: allocate_slots", "schedule"), ("llm_engine step: get_output", "schedule"),
+        ("wait: v1: prepare_inputs barrier", "wait"),
     ],
 )  # fmt: skip
 def test_stages_have_their_hue(name: str, hue: str) -> None:

@@ -86,9 +86,8 @@ def big_trace(num_kernels: int, seed: int = 0) -> Trace:
     length = rng.lognormal(8, 0.6, num_kernels).astype(np.int64) + 200
     end = np.cumsum(length + rng.exponential(300, num_kernels).astype(np.int64))
     start = end - length
-    called = np.maximum.accumulate(start - rng.integers(5_000, 20_000, num_kernels))
-    # never after its kernel begins, and one after the other
-    called = np.minimum(called, start - 3_000)
+    # one after the other: kernels begin at least 200 ns apart
+    called = start - 12_000 + rng.integers(0, 150, num_kernels)
     returned = np.minimum(called + rng.integers(800, 2_500, num_kernels), np.append(called[1:], 2**62))
     is_copy = rng.random(num_kernels) < 0.02
     opens = called[::200][:num_steps]

@@ -64,8 +64,8 @@ class Knobs:
         "Stream on which sampled tokens travel to the host.",
         "main_stream: the copy stands in the main lane, before post_update, instead of beside it.",
     )
-    sampler: Literal["gumbel_fused", "gumbel_two_pass", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
-        "gumbel_fused",
+    sampler: Literal["gumbel_two_pass", "gumbel_fused", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
+        "gumbel_two_pass",
         "D",
         "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits. "
         "gumbel_two_pass: fp32 copy, temperature, masks, noise and arg-max by block, arg-max of the blocks. "

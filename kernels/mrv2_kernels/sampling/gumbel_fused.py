@@ -64,7 +64,9 @@ def _fused_kernel(
     if TRUNCATED:
         is_plain = not is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
     if is_plain:
-        rival = key_score(tl.load(best_ptr + row, volatile=True))
+        # other programs raise it meanwhile: an atomic gives all threads one value, a load each its own, and
+        # `block_key` branches on it around barriers
+        rival = key_score(tl.atomic_add(best_ptr + row, 0, sem="relaxed"))
         seed = tl.load(seeds_ptr + slot)
         position = tl.load(positions_ptr + row)
         row_ptr = logits_ptr + row * logits_stride

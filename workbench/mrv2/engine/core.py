@@ -310,6 +310,8 @@ class EngineCore:
         self._num_admitted = 0
 
     def _serve_dummies(self) -> None:
+        # the dummies carry a mask and ask for log-probabilities, beside which nobody drafts
+        num_spec_tokens, self.scheduler.num_spec_tokens = self.scheduler.num_spec_tokens, 0
         vocab, limit = self.executor.vocab_size, min(self.max_model_len - 1, self.config.max_num_batched_tokens)
         variants = [
             SamplingParams(temperature=0.0, ignore_eos=True),
@@ -342,3 +344,10 @@ class EngineCore:
                     self.scheduler.requests["warm-up-0"].grammar = AnyTokenMatcher()
         while self.has_unfinished:
             self.step()
+        self.scheduler.num_spec_tokens = num_spec_tokens
+        if num_spec_tokens and self.kv.pool.num_usable > 2:
+            params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+            prompt = [0] * min(limit, 9)
+            self.add_request(EngineRequest(req_id="warm-up-drafts", prompt_token_ids=prompt, params=params))
+            while self.has_unfinished:
+                self.step()

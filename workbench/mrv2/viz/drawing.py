@@ -10,7 +10,7 @@ import numpy as np
 
 from mrv2.trace.table import Trace, TraceError
 from mrv2.viz import theme as themes
-from mrv2.viz.index import Row, Tile, TimelineIndex
+from mrv2.viz.index import TICK_TABLE, Row, Tile, TimelineIndex
 from mrv2.viz.names import format_bytes, format_ns, short_name, shortened
 
 ROW_PX = 20
@@ -181,9 +181,10 @@ def _cells(index: TimelineIndex, tile: Tile, where: Geometry, of: themes.Theme) 
             z.append(np.full(num_bins, np.nan))
             text.append([""] * num_bins)
             edges.append(top)
-        z.append(np.where(cell.present, cell_codes(cell.levels(), cell.hue), np.nan))
-        label = index.rows[number].label
-        text.append([f"{label}: {100 * s:.1f} % busy, {n} begin here" for s, n in zip(cell.share, cell.events)])
+        row = index.rows[number]
+        levels = cell.levels(row.table == TICK_TABLE)
+        z.append(np.where(cell.present, cell_codes(levels, cell.hue), np.nan))
+        text.append([f"{row.label}: {100 * s:.1f} % busy, {n} begin here" for s, n in zip(cell.share, cell.events)])
         edges.append(bottom)
     return {
         "type": "heatmap",
@@ -239,12 +240,12 @@ def _outlines(bars: _Bars, where: Geometry, index: TimelineIndex, tile: Tile) ->
 
 
 def _ticks(trace: Trace, index: TimelineIndex, tile: Tile, where: Geometry) -> dict[str, Any]:
-    """Return the synchronisation ticks: lines over the full height, one a pixel, at exact instants."""
-    at = seconds(index, tile.ticks.time)
+    """Return the synchronisation ticks: lines over the full height at exact instants, where there is room for them."""
+    at = seconds(index, tile.ticks.time if tile.has_tick_lines else tile.ticks.time[:0])
     num = len(at)
     texts = [
         f"<b>{trace.name_of(int(name))}</b>" if n == 1 else f"<b>{n} host syncs</b>, first {trace.name_of(int(name))}"
-        for n, name in zip(tile.ticks.count, tile.ticks.name)
+        for n, name in zip(tile.ticks.count[:num], tile.ticks.name[:num])
     ]
     return {
         "type": "scatter",

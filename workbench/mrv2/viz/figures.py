@@ -5,6 +5,7 @@ A figure without evidence says "not collected" and why; it never shows a zero.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,14 +120,17 @@ def stage_box(analysis: Analysis, *, theme: str = "light") -> Any:
         if mine:
             traces.append(_boxes(label, mine, colour))
     missing = [row.name for row in stages if not len(row.samples) and row.where == "gpu"]
-    note = f"<br>GPU time not collected: {', '.join(missing)}" if missing else ""
+    lines = [f"Stages, per {stages.per} (first {stages.warmup} left out)"]
+    if missing:
+        lines += textwrap.wrap(f"GPU time not collected: {', '.join(missing)}", 72)
     order = list(dict.fromkeys(row.name for row in known))
     of = themes.theme(theme)
+    top = 54 + 18 * len(lines)
     layout = themes.layout(
         of,
-        title=headline(f"Stages, per {stages.per} (first {stages.warmup} left out){note}"),
-        height=110 + 30 * len(order) + (16 if note else 0),
-        margin={"l": 60, "r": 16, "t": 84, "b": 40},
+        title=headline("<br>".join(lines)),
+        height=top + 50 + 30 * len(order),
+        margin={"l": 60, "r": 16, "t": top, "b": 40},
         boxmode="group",
         xaxis={"title": {"text": "us"}, "rangemode": "tozero"},
         yaxis={"autorange": "reversed", "categoryorder": "array", "categoryarray": order},
@@ -268,7 +272,7 @@ def headline(text: str) -> dict[str, Any]:
         "x": 0.0,
         "xref": "container",
         "xanchor": "left",
-        "pad": {"l": 12},
-        "y": 0.97,
+        "pad": {"l": 12, "t": 14},
+        "y": 1.0,
         "yanchor": "top",
     }

@@ -22,6 +22,10 @@ from mrv2.trace.table import TraceError
 MAX_BARS = 1500
 # a row is drawn event by event when it has at most this many events a pixel
 BARS_PER_PIXEL = 0.5
+# ticks run over the full height when on average this many pixels lie between two; else their own row shows them
+TICK_PIXELS = 8
+# the row of what the ticks stand for; its cells are never faint
+TICK_TABLE = "host_syncs"
 # windows prepared on either side of the view, for dragging
 MARGIN = 0.5
 _COLUMNS = ("start", "end", "hue", "name", "step", "corr", "event")
@@ -121,8 +125,13 @@ class Density:
     # [num_bins] whether anything is there, be it too short to be a share
     present: np.ndarray
 
-    def levels(self) -> np.ndarray:
-        """Return the busy share in 255ths, rounded up: 0 only where nothing is; uint8 [num_bins]."""
+    def levels(self, is_tick: bool = False) -> np.ndarray:
+        """Return the busy share in 255ths, rounded up: 0 only where nothing is; uint8 [num_bins].
+
+        With `is_tick` whatever is there is full.
+        """
+        if is_tick:
+            return np.where(self.present, 255, 0).astype(np.uint8)
         return np.where(self.present, np.clip(np.ceil(self.share * 255), 1, 255), 0).astype(np.uint8)
 
 
@@ -169,6 +178,8 @@ class Tile:
     # for each of `cell_rows`
     cells: list[Density]
     ticks: BinnedTicks
+    # whether there is room for a line over the full height for each tick
+    has_tick_lines: bool
     # numbers of the step bands that touch the range; empty when they would be too thin to tell apart
     bands: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [num_bands]
 
@@ -234,6 +245,7 @@ class TimelineIndex:
         num_bins = width_px + left + right
         low, high = a - left * pixel, b + right * pixel
         bar_rows, cell_rows = self._split(a, b, width_px, max_bars)
+        ticks = self.ticks.binned(low, high, num_bins)
         return Tile(
             window=(a, b),
             covered=(low, high),
@@ -242,7 +254,8 @@ class TimelineIndex:
             cell_rows=cell_rows,
             bars=[self._with_margin(self.rows[i], a, b, low, high) for i in bar_rows],
             cells=[self.rows[i].density(low, high, num_bins) for i in cell_rows],
-            ticks=self.ticks.binned(low, high, num_bins),
+            ticks=ticks,
+            has_tick_lines=len(ticks.time) * TICK_PIXELS <= num_bins,
             bands=self._bands(low, high, pixel),
         )
 

@@ -11,7 +11,7 @@ from mrv2.trace.analysis.model import Analysis
 from mrv2.trace.analysis.nesting import ThreadKey, split_by_thread
 from mrv2.trace.nesting import sub_lanes
 from mrv2.trace.table import OpKind, RangeKind, SyncType, Trace
-from mrv2.viz.index import Bands, Row, Ticks, TimelineIndex
+from mrv2.viz.index import TICK_TABLE, Bands, Row, Ticks, TimelineIndex
 from mrv2.viz.names import host_hues, op_hues
 from mrv2.viz.theme import HUE_ID
 
@@ -22,7 +22,7 @@ _THIN = 0.7
 
 def analysis_of(source: Trace | Analysis) -> Analysis:
     """Return the analysis of a trace with its defaults, or the analysis that was given."""
-    return source if isinstance(source, Analysis) else Analysis(source)
+    return source if isinstance(source, Analysis) else source.analyze()
 
 
 def build_index(analysis: Analysis) -> TimelineIndex:
@@ -54,12 +54,24 @@ def pack(start: np.ndarray, end: np.ndarray) -> np.ndarray:
     reach = np.maximum.accumulate(end)
     opens = np.ones(len(start), np.bool_)
     opens[1:] = start[1:] >= reach[:-1]
-    cluster = np.cumsum(opens)
-    # most kernels stand alone: only clusters of several need the walk
-    crowded = np.flatnonzero(np.bincount(cluster)[cluster] > 1)
+    # most kernels stand alone: only where one opens before the last is over is there anything to do
+    alone = opens & np.append(opens[1:], True)
+    crowded = np.flatnonzero(~alone)
     if len(crowded):
-        depth[crowded] = sub_lanes(start[crowded], end[crowded], cluster[crowded])
+        found = _nesting_depth(start[crowded], end[crowded])
+        if found is None:
+            found = sub_lanes(start[crowded], end[crowded], np.cumsum(opens)[crowded])
+        depth[crowded] = found
     return depth
+
+
+def _nesting_depth(start: np.ndarray, end: np.ndarray) -> np.ndarray | None:
+    """Return how many intervals each one starts in [n], or None if equal numbers overlap: then nothing nests."""
+    depth = np.arange(len(start)) - np.searchsorted(np.sort(end), start, "right")
+    by_depth = np.argsort(depth, kind="stable")
+    neighbours = depth[by_depth][1:] == depth[by_depth][:-1]
+    overlaps = start[by_depth][1:] < end[by_depth][:-1]
+    return None if depth.min() < 0 or np.any(neighbours & overlaps) else depth
 
 
 def _rows(
@@ -171,7 +183,7 @@ def _sync_rows(analysis: Analysis) -> list[Row]:
     orders = np.flatnonzero(syncs.sync_type == SyncType.STREAM_WAIT)
     step = analysis.windows.step[analysis.windows.index_at(waits["start"])] if len(analysis.windows) else None
     return [
-        *_rows(waits, "host_syncs", every, key="syncs", label="host syncs", hue=HUE_ID["wait"], step=step),
+        *_rows(waits, TICK_TABLE, every, key="syncs", label="host syncs", hue=HUE_ID["wait"], step=step),
         *_rows(
             syncs.columns(), "syncs", orders, key="stream_waits", label="stream waits (no host wait)", hue=0,
             height=_THIN,

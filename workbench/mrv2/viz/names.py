@@ -10,7 +10,7 @@ import numpy as np
 from mrv2.trace.table import OpKind, Trace
 from mrv2.viz.theme import HUE_ID
 
-# the first pattern found in the lower-case name decides
+# the first pattern found in the lower-case name decides; a wait is a wait whatever it waits for
 _HOST_HUES = (
     ("wait", r"wait|synchron|sleep|poll|futex|holding gil"),
     ("sample", r"sample|logits|draft"),
@@ -47,7 +47,10 @@ def short_name(name: str) -> str:
 
 def host_hue(name: str) -> int:
     """Return the hue number of a host range, API call or wait."""
-    return _first_match(_HOST_HUES, name.lower())
+    name = name.lower()
+    hue = _first_match(_HOST_HUES[:1], name)
+    # "gpu_model_runner: preprocess" is a kind of preprocess
+    return hue or _first_match(_HOST_HUES, name.rsplit(": ", 1)[-1]) or _first_match(_HOST_HUES, name)
 
 
 def op_hue(name: str, kind: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mrv2.trace.table import Trace, TraceError
 from mrv2.viz import drawing, theme
-from mrv2.viz.index import BARS_PER_PIXEL, MARGIN, MAX_BARS, Bands, Row, Tile, TimelineIndex
+from mrv2.viz.index import BARS_PER_PIXEL, MARGIN, MAX_BARS, TICK_PIXELS, TICK_TABLE, Bands, Row, Tile, TimelineIndex
 from mrv2.viz.names import short_name
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -65,6 +65,7 @@ def tile_message(trace: Trace, index: TimelineIndex, tile: Tile) -> dict[str, An
     first = [np.arange(part.start, part.stop, dtype=np.int32) for part in tile.bars]
     sizes = [part.stop - part.start for part in tile.bars]
     cells = tile.cells
+    ticks_only = [index.rows[i].table == TICK_TABLE for i in tile.cell_rows]
     return {
         "window": _relative(index, tile.window),
         "covered": _relative(index, tile.covered),
@@ -79,7 +80,7 @@ def tile_message(trace: Trace, index: TimelineIndex, tile: Tile) -> dict[str, An
         "cells": {
             "rows": tile.cell_rows,
             "bins": len(cells[0].share) if cells else 0,
-            "share": b"".join(cell.levels().tobytes() for cell in cells),
+            "share": b"".join(cell.levels(is_tick).tobytes() for cell, is_tick in zip(cells, ticks_only)),
             "hue": b"".join(cell.hue.tobytes() for cell in cells),
             "events": b"".join(cell.events.astype(np.int32).tobytes() for cell in cells),
         },
@@ -87,6 +88,7 @@ def tile_message(trace: Trace, index: TimelineIndex, tile: Tile) -> dict[str, An
             "time": (tile.ticks.time - index.origin).astype(np.float64).tobytes(),
             "count": tile.ticks.count.tolist(),
             "name": [trace.name_of(int(i)) for i in tile.ticks.name],
+            "lines": tile.has_tick_lines,
         },
         "bands": _bands(index, tile.bands),
     }
@@ -114,6 +116,8 @@ def whole(trace: Trace, index: TimelineIndex) -> tuple[dict[str, Any], bytes]:
         "maxBars": MAX_BARS,
         "barsPerPixel": BARS_PER_PIXEL,
         "margin": MARGIN,
+        "tickPixels": TICK_PIXELS,
+        "tickTable": TICK_TABLE,
     }
     return spec, bytes(blob)
 

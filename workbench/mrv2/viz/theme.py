@@ -36,7 +36,7 @@ HUE_ID: dict[str, int] = {hue.key: i for i, hue in enumerate(HUES)}
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 # brightness steps of a busy pixel in the far view; the darkest step is still visible
 LEVELS = 16
-_FAINTEST = 0.25
+_FAINTEST = 0.4
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class LocalSource {
   // Busy share (1 to 255, 0 only where nothing is), hue and number of beginnings of each of `bins` equal parts.
   density(row, a, b, bins, share, hueOf, events) {
     const width = (b - a) / bins;
+    const isTick = this.spec.rows[row].table === this.spec.tickTable;
     const total = new Float64Array(bins), best = new Float64Array(bins);
     for (const { hue, start, length, running } of this.byHue(row)) {
       let begun = lowerBound(start, a), busy = LocalSource.busyUntil(a, begun, start, length, running);
@@ -61,7 +62,7 @@ class LocalSource {
       }
     }
     for (let bin = 0; bin < bins; bin++) {
-      if (best[bin] > 0) share[bin] = Math.min(Math.max(Math.ceil((total[bin] / width) * 255), 1), 255);
+      if (best[bin] > 0) share[bin] = isTick ? 255 : Math.min(Math.max(Math.ceil((total[bin] / width) * 255), 1), 255);
     }
   }
 
@@ -136,7 +137,7 @@ class LocalSource {
       name.push(this.spec.names[this.tickName[first]]);
       first = next;
     }
-    return { time, count, name };
+    return { time, count, name, lines: time.length * this.spec.tickPixels <= bins };
   }
 
   bands(low, high, pixel) {

@@ -30,6 +30,7 @@ class Page {
   setTheme(name) {
     this.theme = name;
     const theme = this.data.themes[name];
+    document.documentElement.style.colorScheme = name;
     for (const [key, value] of Object.entries(theme)) {
       if (typeof value === "string") document.documentElement.style.setProperty(`--mrv2-${key}`, value);
     }

@@ -1,7 +1,7 @@
 // What a view of the timeline hands to plotly: its tile as traces, in the order in which they are painted.
 
 const SECOND = 1e-9;
-const MAX_LABELS = 400, CHAR_PX = 6.6;
+const MAX_LABELS = 400, MAX_OUTLINES = 20, CHAR_PX = 6.6;
 
 function tracesOf(view) {
   const { tile, spec, theme } = view;
@@ -58,12 +58,14 @@ function outlineTraces({ bars, window, width }, { boxes, hues }) {
 // One line that runs up and down, turning outside the plot: a line with gaps would be an element for each tick.
 function tickTrace({ ticks }, { height, hues }) {
   const x = [], y = [];
-  ticks.time.forEach((time, i) => {
+  if (ticks.lines) ticks.time.forEach((time, i) => {
     x.push(time * SECOND, time * SECOND);
-    y.push(...(i % 2 ? [2 * height, -height] : [-height, 2 * height]));
+    y.push(...(i % 2 ? [height + 4, -4] : [-4, height + 4]));
   });
   const colour = hues.find((hue) => hue.key === "wait").colour;
-  return { type: "scatter", name: "host syncs", x, y, mode: "lines", line: { width: 1, color: colour, dash: "dot" }, hoverinfo: "skip" };
+  return { type: "scatter", name: "host syncs", x, y, mode: "lines", hoverinfo: "skip",
+    // a browser without a GPU paints many dots slowly
+    line: { width: 1, color: colour, dash: ticks.time.length > 60 ? "solid" : "dot" } };
 }
 
 // The short text of a bar.
@@ -85,6 +87,14 @@ function labelTrace({ tile: { bars }, spec, window: [a, b], width }) {
     textfont: { size: 11, color: found.map(([i]) => spec.hues[bars.hue[i]].ink) } };
 }
 
+// Places to outline; many in one row become one, or their outlines would hide them.
+function outlined(places) {
+  const byRow = new Map();
+  for (const place of places) byRow.set(place[0], [...(byRow.get(place[0]) ?? []), place]);
+  return [...byRow].flatMap(([row, mine]) => mine.length <= MAX_OUTLINES ? mine
+    : [[row, Math.min(...mine.map(([, start]) => start)), Math.max(...mine.map(([, , end]) => end))]]);
+}
+
 // The chosen event and its partners outlined, and a line from the call to the first operation.
 function linkTraces(selection, { boxes, rows }, { accent }) {
   const outline = { type: "scatter", name: "selected", x: [], y: [], mode: "lines", hoverinfo: "skip", line: { width: 2, color: accent } };
@@ -92,7 +102,7 @@ function linkTraces(selection, { boxes, rows }, { accent }) {
     marker: { size: 7, symbol: "arrow", angleref: "previous", color: accent } };
   if (!selection) return [outline, line];
   const { from, to } = selection;
-  for (const [row, start, end] of [from, ...to]) {
+  for (const [row, start, end] of [from, ...outlined(to)]) {
     const [top, bottom] = boxes[row], x0 = start * SECOND, x1 = end * SECOND;
     outline.x.push(x0, x1, x1, x0, x0, null);
     outline.y.push(top, top, bottom, bottom, top, null);
