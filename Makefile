@@ -11,7 +11,7 @@ WORKERS    ?= 2
 PYTEST     := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-slow test-gpu check lint format clean
+.PHONY: help demo lab browser test test-slow test-gpu check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,9 +24,15 @@ lab: $(if $(wildcard notebooks),$(VENV)/.notebook) ## open the notebooks in Jupy
 	$(BIN)/jupyter lab $(LAB_ARGS) notebooks
 
 # the group that needs the cores to itself may be empty, which pytest reports as exit status 5
-test: lint ## every check, then every test that needs no GPU
+test: lint browser ## every check, then every test that needs no GPU
 	$(PYTEST) -q -m "serial and not gpu and not slow" || [ $$? -eq 5 ]
 	$(PYTEST) -q -m "not serial and not gpu and not slow" -n $(WORKERS) --dist loadfile
+
+# the tests of pages need a browser: Debian's, where it is missing and may be installed; elsewhere they skip
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } \
+	  || echo "no Chromium here: the browser tests will be skipped" >&2
 
 test-slow: $(VENV)/.test ## the tests left out of `make test` for their length
 	$(PYTEST) -q -m "slow and not gpu"
