@@ -102,7 +102,7 @@ class ModelState(ABC):
         """Return the `attn` argument of the model's forward."""
 
     def postprocess_state(self, batch: ForwardBatch, num_accepted: torch.Tensor) -> None:
-        """Commit carried state: `num_accepted` [B] int32 query tokens of the step stay, on the device."""
+        """Commit carried state: `num_accepted` [B] int32 tokens that the step yielded, on the device."""
 
     def custom_sampler(self) -> Callable[..., Any] | None:
         """Return a sampler that replaces the runner's, or None."""

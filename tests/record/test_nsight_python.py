@@ -95,6 +95,7 @@ def test_ranges_of_nvtx_go_on_below(api: FakeNvtx) -> None:
     inner: Any = SimpleNamespace(push=lambda *given: log.append(given), pop=lambda: log.append("pop"))
     before = context.nvtx
     context.set_nvtx(inner)
+    context.set_step(None)
     try:
         opened = stage("open before")
         opened.__enter__()

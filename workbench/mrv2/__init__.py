@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mrv2.config import EngineConfig, Knobs
-from mrv2.errors import ConfigError, EngineDeadError, ModelFileError, MRV2Error, RequestError, SyncError
+from mrv2.errors import ConfigError, EngineDeadError, MRV2Error, RequestError, SyncError
 from mrv2.outputs import CompletionOutput, Logprob, RequestOutput
 from mrv2.sampling_params import RequestOutputKind, SamplingParams
 from mrv2.structured_outputs import StructuredOutputsParams
+from mrv2_models.errors import ModelFileError
 
 if TYPE_CHECKING:
     from mrv2.llm import LLM

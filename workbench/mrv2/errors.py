@@ -18,10 +18,6 @@ class RequestError(MRV2Error, ValueError):
     """A request can never be served as given (too long, larger than the KV pool, bad parameter)."""
 
 
-class ModelFileError(MRV2Error, ValueError):
-    """A model file is missing, truncated or does not fit its config."""
-
-
 class EngineDeadError(MRV2Error, RuntimeError):
     """The engine stopped; the message carries its last error."""
 

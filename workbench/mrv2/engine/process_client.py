@@ -65,6 +65,8 @@ def _read(connection: Connection, process: SpawnProcess, mailbox: Mailbox) -> No
     except (EOFError, OSError):
         process.join(_EXIT_SECONDS)
         mailbox.fail(Failure(_describe_exit(process)))
+    except Exception as error:  # a message that cannot be unpickled: whoever waits must hear of it
+        mailbox.fail(Failure(f"a message of the engine process cannot be read: {type(error).__name__}: {error}"))
 
 
 def _describe_exit(process: SpawnProcess) -> str:

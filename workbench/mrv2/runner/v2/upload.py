@@ -81,8 +81,8 @@ class StepUpload:
         self.words = step_words
         self.depth = depth
         self.header = 4 * max_num_seqs + 2
-        # [capacity]: all runs edit row 0 of the arena
-        self.zeros = device.zeros((step_words.shape[0],), torch.int32)
+        # [capacity / 3]: all runs edit row 0 of the arena; a run takes three words at least
+        self.zeros = device.zeros((step_words.shape[0] // 3,), torch.int32)
         # short prompts fit from the start; a rare larger step grows the ring
         self._make_ring(min(step_words.shape[0], self.header + 64 * max_num_seqs + (1 << 18)))
 
