@@ -4,7 +4,7 @@ Only what is common to every model and every request belongs in this file.  What
 to model goes behind `ModelState`, what belongs to one sampling feature behind its state object.
 
     host   | execute_model(n)  sample_tokens(n) | execute_model(n+1) ...
-    main   |   [upload][staged writes][gather][prepare][forward][logits][sample]|[post-update] ...
+    main   |   [upload][staged writes][prepare][forward][logits][sample][verify]|[post-update][draft] ...
     copy   |                                                                    [output copy n]
 
 With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.
@@ -102,8 +102,7 @@ class ModelRunnerV2:
         # [R * (1 + K)] int32 0, 1, 2, ...: where row i of the batch is token i
         self.token_index = r.device.empty((r.max_num_seqs * width,), torch.int32)
         self.main.run(stages.UPLOAD, _fill_arange, self.token_index)
-        # [R] int32 zeros: nothing is rejected, and a request has one logits row, without drafts
-        self.local_positions = r.device.zeros((r.max_num_seqs,), torch.int32)
+        # [R] int32 zeros: nothing is rejected without drafts
         self.num_rejected = r.device.zeros((r.max_num_seqs,), torch.int32)
         # [R * (1 + K)] int32, written by each step
         self.logits_indices = r.device.zeros((r.max_num_seqs * width,), torch.int32)
@@ -146,7 +145,7 @@ class ModelRunnerV2:
             forward.buffers,
             batch,
             (self.token_index if row_is_token else self.logits_indices)[:num_logits],
-            *self._logit_rows(scheduled, batch, num_logits),
+            *self.speculation.submit_logit_rows(self.main, scheduled, batch),
             row_is_token=row_is_token,
         )
         self.stats.num_steps += 1
@@ -167,7 +166,7 @@ class ModelRunnerV2:
         # [N, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
         targets = self.device.empty((num_reqs + num_drafts, 1), torch.int64)
         self.main.run(stages.SAMPLE, self._sample, holder, self.sampler, plan, targets)
-        verified = self._verify(scheduled, batch, targets) if num_drafts else None
+        verified = self.speculation.submit_verification(self.main, scheduled, batch, targets) if num_drafts else None
         logprobs = None
         if plan.logprobs is not None:
             logprobs = self._gather_logprobs(plan.logprobs, holder, forward_batch, targets)
@@ -207,43 +206,6 @@ class ModelRunnerV2:
             state.append_blocks(req_id, block_ids)
         row_of = state.row_of
         return np.array([row_of[req_id] for req_id in scheduled.req_ids], dtype=np.int32)
-
-    def _logit_rows(
-        self, scheduled: SchedulerOutput, batch: UploadedBatch, num_logits: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return, for each logits row, its request row and its place among the request's. ([N], [N])"""
-        if num_logits == scheduled.num_reqs:
-            return batch.idx_mapping, self.local_positions[:num_logits]
-        rows = self.speculation.logit_slots[:num_logits], self.speculation.local_positions[:num_logits]
-        max_rows = 1 + int(scheduled.num_draft_tokens.max())
-        self.main.run(stages.LOGITS, Speculation.expand, *rows, batch.idx_mapping, batch.cu_num_logits, max_rows)
-        return rows
-
-    def _verify(
-        self,
-        scheduled: SchedulerOutput,
-        batch: UploadedBatch,
-        # [N, 1] int64
-        targets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Submit the verification; return sampled [B, 1+K], num_sampled [B], num_rejected [B]."""
-        num_reqs, width = scheduled.num_reqs, 1 + int(scheduled.num_draft_tokens.max())
-        sampled = self.device.empty((num_reqs, width), torch.int64)
-        num_sampled = self.device.empty((num_reqs,), torch.int32)
-        num_rejected = self.device.empty((num_reqs,), torch.int32)
-        self.main.run(
-            stages.VERIFY,
-            Speculation.verify,
-            sampled,
-            num_sampled,
-            num_rejected,
-            targets.view(-1),
-            self.state,
-            batch.idx_mapping,
-            batch.cu_num_logits,
-            batch.num_sampled,
-        )
-        return sampled, num_sampled, num_rejected
 
     def _submit_preparation(
         self,

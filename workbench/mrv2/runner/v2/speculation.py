@@ -18,8 +18,10 @@ import torch
 from mrv2.config import Knobs
 from mrv2.device import Stream
 from mrv2.instrument import stages
+from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.request_state import RequestState
+from mrv2.runner.v2.upload import UploadedBatch
 from mrv2_kernels.spec.expand import expand_logit_rows
 from mrv2_kernels.spec.ngram import propose_ngram
 from mrv2_kernels.spec.verify import verify_token_exact
@@ -78,13 +80,55 @@ class Speculation:
     """The buffers of a step with drafts, and its two stages."""
 
     def __init__(self, resources: RunnerResources, state: RequestState) -> None:
-        device, rows = resources.device, resources.max_num_seqs
+        self.device, rows = resources.device, resources.max_num_seqs
+        device = self.device
         self.state = state
         self.width = 1 + resources.max_num_spec_tokens
+        # [R] int32 zeros: without drafts a request has one logits row
+        self.no_drafts_before = device.zeros((rows,), torch.int32)
         # [R * (1 + K)] int32: logits row -> request row, and its place among the request's
         self.logit_slots = device.zeros((rows * self.width,), torch.int32)
         self.local_positions = device.zeros((rows * self.width,), torch.int32)
         self.speculators: dict[str, Speculator] = {"ngram": NgramSpeculator(*resources.ngram_lengths)}
+
+    def submit_logit_rows(
+        self, stream: Stream, scheduled: SchedulerOutput, batch: UploadedBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return, for each logits row, its request row and its place among the request's. ([N], [N])"""
+        num_reqs, num_drafts = scheduled.num_reqs, int(scheduled.num_draft_tokens.sum())
+        if not num_drafts:
+            return batch.idx_mapping, self.no_drafts_before[:num_reqs]
+        rows = self.logit_slots[: num_reqs + num_drafts], self.local_positions[: num_reqs + num_drafts]
+        max_rows = 1 + int(scheduled.num_draft_tokens.max())
+        stream.run(stages.LOGITS, self.expand, *rows, batch.idx_mapping, batch.cu_num_logits, max_rows)
+        return rows
+
+    def submit_verification(
+        self,
+        stream: Stream,
+        scheduled: SchedulerOutput,
+        batch: UploadedBatch,
+        # [N, 1] int64: the target's draw of every logits row
+        targets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Submit the verify stage; return sampled [B, 1+K], num_sampled [B], num_rejected [B]."""
+        num_reqs, width = scheduled.num_reqs, 1 + int(scheduled.num_draft_tokens.max())
+        sampled = self.device.empty((num_reqs, width), torch.int64)
+        num_sampled = self.device.empty((num_reqs,), torch.int32)
+        num_rejected = self.device.empty((num_reqs,), torch.int32)
+        stream.run(
+            stages.VERIFY,
+            self.verify,
+            sampled,
+            num_sampled,
+            num_rejected,
+            targets.view(-1),
+            self.state,
+            batch.idx_mapping,
+            batch.cu_num_logits,
+            batch.num_sampled,
+        )
+        return sampled, num_sampled, num_rejected
 
     def submit_drafts(
         self,
