@@ -8,10 +8,11 @@ DEMO_MODEL ?= smollm2-135m-instruct
 LAB_ARGS   ?=
 # test processes side by side; each runs torch on one thread
 WORKERS    ?= 2
-PYTEST     := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+NSYS_STATS := $(CURDIR)/.cache/nsys/usr/lib/x86_64-linux-gnu/nsight-systems/target-linux-x64/nsys
+PYTEST     := OMP_NUM_THREADS=1 MRV2_NSYS_STATS=$$(ls "$(NSYS_STATS)" 2>/dev/null) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab browser test test-slow test-gpu check lint format clean
+.PHONY: help demo lab browser oracle test test-slow test-gpu check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,7 +25,7 @@ lab: $(if $(wildcard notebooks),$(VENV)/.notebook) ## open the notebooks in Jupy
 	$(BIN)/jupyter lab $(LAB_ARGS) notebooks
 
 # the group that needs the cores to itself may be empty, which pytest reports as exit status 5
-test: lint browser ## every check, then every test that needs no GPU
+test: lint browser oracle ## every check, then every test that needs no GPU
 	$(PYTEST) -q -m "serial and not gpu and not slow" || [ $$? -eq 5 ]
 	$(PYTEST) -q -m "not serial and not gpu and not slow" -n $(WORKERS) --dist loadfile
 
@@ -33,6 +34,11 @@ browser:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } \
 	  || echo "no Chromium here: the browser tests will be skipped" >&2
+
+# NVIDIA's statistics scripts, to check our figures against: unpacked in CI, elsewhere those tests skip
+oracle:
+	@[ "$$CI" != true ] || [ -x "$(NSYS_STATS)" ] || scripts/install_nsys_stats.sh >/dev/null \
+	  || echo "no nsys stats: the tests against it will be skipped" >&2
 
 test-slow: $(VENV)/.test ## the tests left out of `make test` for their length
 	$(PYTEST) -q -m "slow and not gpu"

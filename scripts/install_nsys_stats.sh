@@ -50,4 +50,4 @@ rm -rf "$folder"/nsight-systems-target_*.deb "$folder/lists" "$folder/cache" "$f
 
 nsys=$folder/usr/lib/x86_64-linux-gnu/nsight-systems/target-linux-x64/nsys
 "$nsys" --version
-echo "export MRV2_NSYS=$nsys"
+echo "export MRV2_NSYS_STATS=$nsys"
