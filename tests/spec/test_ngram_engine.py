@@ -206,7 +206,6 @@ def test_method_and_number_change_while_requests_run() -> None:
 def test_the_product_of_schedules_accepts_drafts() -> None:
     """The property over random schedules would prove little about drafts if none were accepted."""
     accepted: list[int] = []
-    original = schedule_cases.check_wasted_steps
     knowing = [s for s in range(220) if draw_case(s).axes["drafter"] == "knowing" and draw_case(s).axes["num_drafts"]]
     cores: list[EngineCore] = []
     make = schedule_cases.make_core
@@ -218,7 +217,6 @@ def test_the_product_of_schedules_accepts_drafts() -> None:
     finally:
         schedule_cases.make_core = make
     assert sum(n > 0 for n in accepted) >= 4, accepted
-    assert original is schedule_cases.check_wasted_steps
 
 
 class TestRefusals:
@@ -234,6 +232,12 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="v1"):
             core.set_knobs(runner="v1")
         core.shutdown()
+
+    def test_asking_for_drafts_at_load_keeps_memory_for_them(self) -> None:
+        assert build_config("tiny-llama", spec_method="ngram", num_spec_tokens=2).max_num_spec_tokens == 2
+        assert build_config("tiny-llama").max_num_spec_tokens == 0
+        with pytest.raises(ConfigError, match="max_num_spec_tokens=1"):
+            build_config("tiny-llama", spec_method="ngram", max_num_spec_tokens=1)
 
     def test_vllm_names(self) -> None:
         config = build_config(

@@ -67,7 +67,8 @@ class Knobs:
     sampler: Literal["gumbel_two_pass", "gumbel_fused", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
         "gumbel_two_pass",
         "D",
-        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits. "
+        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits (its GPU "
+        "tests have not passed yet). "
         "gumbel_two_pass: fp32 copy, temperature, masks, noise and arg-max by block, arg-max of the blocks. "
         "softmax_race: probabilities divided by exponential noise. These three draw the same tokens; gumbel_blocked "
         "(noise for one block of tokens only) and torch_sort (plain torch) draw others of the same distribution.",

@@ -197,7 +197,11 @@ def build_config(model: str, **options: Any) -> EngineConfig:
             raise ConfigError(f"{other} and {name} contradict each other: both set {option.field}; give one of them")
     changes = {key.removeprefix("knobs."): value for key, (_, value) in values.items() if key.startswith("knobs.")}
     load_time = {key: value for key, (_, value) in values.items() if not key.startswith("knobs.")}
-    return EngineConfig(model=model, knobs=(knobs or Knobs()).with_changes(**changes), **load_time)
+    knobs = (knobs or Knobs()).with_changes(**changes)
+    if knobs.spec_method != "off":
+        # who asks for drafts at load has said how many
+        load_time.setdefault("max_num_spec_tokens", knobs.num_spec_tokens)
+    return EngineConfig(model=model, knobs=knobs, **load_time)
 
 
 def _check_fixed(name: str, given: Any) -> None:

@@ -11,6 +11,7 @@ from mrv2.commands.demo_prompts import DEMO_CONVERSATIONS
 from mrv2.commands.generate import DEFAULT_MODEL
 from mrv2.commands.loading import note_loading
 from mrv2.commands.printing import note, number, percent, text_table
+from mrv2.config import Knobs
 from mrv2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 32
 AXES: dict[str, tuple[Any, ...]] = {"runner": ("v1", "v2"), "async_scheduling": (False, True)}
-# drafts a request gets in a step in the run with speculation
-NUM_DRAFTS = 3
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -103,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
             "max_model_len": min(found.config.max_model_len, -(-longest // 64) * 64),
             "max_num_seqs": args.requests,
             "max_num_batched_tokens": max(1024, args.requests),
-            "max_num_spec_tokens": NUM_DRAFTS,
+            "max_num_spec_tokens": options.get("num_spec_tokens", Knobs().num_spec_tokens),
         }
         core = EngineCore(build_config(args.model, device=device.type, **{**defaults, **options}), device)
         requests = _requests(core, prompts, args, tokenizer)
         variants, refused = make_variants(core.knobs, AXES)
-        variants.append(_with_drafts(variants[-1]))
+        variants += _with_drafts(variants[-1])
         for text in refused:
             note(f"left out: {text}")
         for variant in variants:
@@ -130,13 +129,13 @@ def run(args: argparse.Namespace) -> int:
         device.close()
 
 
-def _with_drafts(variant: Variant) -> Variant:
-    """Return `variant` with n-gram drafts, if its runner speculates."""
+def _with_drafts(variant: Variant) -> list[Variant]:
+    """Return `variant` with n-gram drafts, as many as the knobs say; nothing if they say none."""
     from mrv2.bench.harness import Variant
 
-    changes = {"spec_method": "ngram", "num_spec_tokens": NUM_DRAFTS}
-    knobs = variant.knobs.with_changes(**changes)
-    return Variant(f"{variant.label} ngram", {**variant.setting, **changes}, knobs)
+    knobs = variant.knobs.with_changes(spec_method="ngram")
+    setting = {**variant.setting, "spec_method": "ngram"}
+    return [Variant(f"{variant.label} ngram", setting, knobs)] if knobs.drafting else []
 
 
 def _drafts(core: EngineCore) -> str:
