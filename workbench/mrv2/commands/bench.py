@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrv2.commands import bench_parts
 from mrv2.commands.arguments import add_engine_flags, add_knob_flags, add_model_flag, given_options, parse_knob_values
 from mrv2.commands.loading import note_loading
 from mrv2.commands.printing import note
@@ -33,14 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", default="c", metavar="NAMES", help="one or several, as in a,b (default: c)")
     parser.add_argument("--list", action="store_true", help="list the workloads and leave")
-    parser.add_argument(
-        "--samplers", action="store_true", help="measure the values of the knob sampler on random logits instead (CUDA)"
-    )
-    parser.add_argument(
-        "--structured",
-        action="store_true",
-        help="measure what structured outputs cost instead: none, half and all of the requests under a grammar",
-    )
+    bench_parts.add_flags(parser)
     add_model_flag(parser, None, "default: qwen3-0.6b with random weights on CUDA, tiny-qwen3 on the host")
     parser.add_argument(
         "--scale", type=int, metavar="N", help="divide counts and lengths by N (default: 1 on CUDA, 16 on the host)"
@@ -81,10 +75,9 @@ def run(args: argparse.Namespace) -> int:
         # a folder that cannot be made should not cost a measurement
         record_path.parent.mkdir(parents=True, exist_ok=True)
     options = given_options(args)
-    if args.samplers:
-        return _measure_samplers(options.pop("device", "auto"), record_path)
-    if args.structured:
-        return _measure_structured(args.model, args.scale, options, record_path)
+    part = bench_parts.chosen(args)
+    if part is not None:
+        return part(args, options, record_path)
 
     from mrv2.bench.record import headline, write_record
     from mrv2.commands.bench_report import report
@@ -103,58 +96,6 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(headline(record)))
     found = [each["differences"] for each in record["workloads"] if each["differences"] is not None]
     return int(any(each["num_ties"] < each["num_requests"] for each in found))
-
-
-def _measure_samplers(device_type: Any, record_path: Path | None) -> int:
-    """Measure the ways to draw a token and print a table; return 0."""
-    from mrv2.bench.record import write_record
-    from mrv2.bench.samplers import headline, measure_samplers, report
-    from mrv2.device import make_device
-
-    device = make_device(device_type)
-    try:
-        record = measure_samplers(device, progress=note)
-    finally:
-        device.close()
-    print(report(record))
-    if record_path is not None:
-        write_record(record, record_path)
-    print(json.dumps(headline(record)))
-    return 0
-
-
-def _measure_structured(model: str | None, scale: int | None, options: dict[str, Any], record_path: Path | None) -> int:
-    """Measure what structured outputs cost and print a table; return 1 if an output has the wrong form."""
-    from mrv2.bench.record import write_record
-    from mrv2.bench.structured import make_record, measure_structured, report
-    from mrv2.commands.generate import DEFAULT_MODEL
-    from mrv2.device import make_device
-    from mrv2.engine.core import EngineCore
-    from mrv2.options import build_config
-    from mrv2.tokenizer import Tokenizer
-    from mrv2_models.registry import resolve_model
-
-    model = model or DEFAULT_MODEL
-    note_loading(model)
-    device = make_device(options.pop("device", "auto"))
-    try:
-        found = resolve_model(model)
-        if found.folder is None:
-            raise ConfigError(f"--structured needs the tokenizer of a model with weights; {model} has none")
-        num_slots = max(2, (64 if device.type == "cuda" else 6) // (scale or 1))
-        num_tokens = num_slots * (256 if device.type == "cuda" else 32)
-        sizes = {"max_num_seqs": num_slots, "max_model_len": 512, "max_num_batched_tokens": 2048}
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
-        tokenizer = Tokenizer.from_folder(found.folder)
-        outcomes = measure_structured(core, tokenizer, num_slots=num_slots, num_tokens=num_tokens, progress=note)
-        record = make_record(core, outcomes, num_slots)
-    finally:
-        device.close()
-    print(report(record))
-    if record_path is not None:
-        write_record(record, record_path)
-    print(json.dumps({key: record[key] for key in ("kind", "model", "num_slots", "throughput_against_free")}))
-    return int(any(each.num_valid < each.num_ended for each in outcomes))
 
 
 def varied_knobs(args: argparse.Namespace, device_type: str) -> dict[str, list[Any]]:
