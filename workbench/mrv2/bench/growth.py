@@ -60,13 +60,13 @@ def measure_growth(
     found = []
     for num_requests, context in points:
         progress(f"growth: {num_requests} requests, context {context}")
-        with _decoding(core, num_requests, context, _MARGIN):
-            _steps(core, _MARGIN)
-        with _decoding(core, num_requests, context, num_steps):
+        with decoding(core, num_requests, context, _MARGIN):
+            run_steps(core, _MARGIN)
+        with decoding(core, num_requests, context, num_steps):
             # their mean: with steps in flight one call may wait for two of them, the next for none
-            step_ms = 1e3 * fmean(_steps(core, num_steps))
-        with _decoding(core, num_requests, context, num_steps), recording(core.device, capacity=_MAX_SPANS) as recorder:
-            durations = _steps(core, num_steps)
+            step_ms = 1e3 * fmean(run_steps(core, num_steps))
+        with decoding(core, num_requests, context, num_steps), recording(core.device, capacity=_MAX_SPANS) as recorder:
+            durations = run_steps(core, num_steps)
             core.device.synchronize("growth: end of a recording")
             spans = recorder.spans()
         profile = summarise(spans, len(durations), sum(durations), recorder.dropped)
@@ -87,7 +87,7 @@ def measure_growth(
 
 
 @contextmanager
-def _decoding(core: EngineCore, num_requests: int, context: int, num_steps: int) -> Iterator[None]:
+def decoding(core: EngineCore, num_requests: int, context: int, num_steps: int) -> Iterator[None]:
     """Inside the block every request is past its first tokens and has more than `num_steps` to go."""
     core.kv.pool.forget_all()
     rng = random.Random(num_requests * 1_000_003 + context)
@@ -115,7 +115,7 @@ def _decoding(core: EngineCore, num_requests: int, context: int, num_steps: int)
         core.step()
 
 
-def _steps(core: EngineCore, num_steps: int) -> list[float]:
+def run_steps(core: EngineCore, num_steps: int) -> list[float]:
     """Run `num_steps` steps; return the seconds of each."""
     durations = []
     for _ in range(num_steps):

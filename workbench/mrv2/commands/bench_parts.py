@@ -112,6 +112,25 @@ def _growth(args: argparse.Namespace, options: dict[str, Any], record_path: Path
     return _finish(record, report(record), shown, record_path)
 
 
+def _explain(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.bandwidth import measure_read_bandwidth
+    from mrv2.bench.explain import make_record, measure_budget, report
+    from mrv2.engine.core import EngineCore
+    from mrv2.options import build_config
+
+    with _device(options) as device:
+        model = args.model or _GPU_MODEL
+        sizes = {"max_num_seqs": 256, "max_model_len": 1024}
+        note_loading(model)
+        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        limit = measure_read_bandwidth(device)
+        batches = [n for n in (1, 32, 256) if n <= core.config.max_num_seqs]
+        record = make_record(core, measure_budget(core, batches, 256, limit, progress=note), limit)
+    shown = {"kind": record["kind"], "model": record["model"]}
+    shown["kernel_us"] = {str(each["num_requests"]): each["kernel_us"] for each in record["budgets"]}
+    return _finish(record, report(record), shown, record_path)
+
+
 def _startup(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
     from mrv2.bench.environment import environment
     from mrv2.bench.startup import KIND, measure_startup, report
@@ -139,6 +158,7 @@ PARTS = (
     Part("--samplers", "the values of the knob sampler on random logits (CUDA)", _samplers),
     Part("--structured", "what it costs that none, half and all of the requests follow a grammar", _structured),
     Part("--growth", "a decode step over the batch and over the context, and the host's part of it", _growth),
+    Part("--explain", "the kernel budget of decode steps: time, bytes and bandwidth of each part (CUDA)", _explain),
     Part("--startup", "from the start of a process to its first token, with a cold and a warm cache", _startup),
     Part("--project", "compute the memory floor on other GPUs, as in gb200,b200", _project, "GPUS"),
 )
