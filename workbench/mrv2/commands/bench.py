@@ -36,6 +36,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--samplers", action="store_true", help="measure the values of the knob sampler on random logits instead (CUDA)"
     )
+    parser.add_argument(
+        "--gemms", action="store_true", help="measure plans for the matrix products of few rows instead (CUDA)"
+    )
     add_model_flag(parser, None, "default: qwen3-0.6b with random weights on CUDA, tiny-qwen3 on the host")
     parser.add_argument(
         "--scale", type=int, metavar="N", help="divide counts and lengths by N (default: 1 on CUDA, 16 on the host)"
@@ -78,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     options = given_options(args)
     if args.samplers:
         return _measure_samplers(options.pop("device", "auto"), record_path)
+    if args.gemms:
+        return _measure_gemms(options.pop("device", "auto"), record_path)
 
     from mrv2.bench.record import headline, write_record
     from mrv2.commands.bench_report import report
@@ -114,6 +119,24 @@ def _measure_samplers(device_type: Any, record_path: Path | None) -> int:
         write_record(record, record_path)
     print(json.dumps(headline(record)))
     return 0
+
+
+def _measure_gemms(device_type: Any, record_path: Path | None) -> int:
+    """Measure plans for matrix products and print tables; return 1 if a picked chain is wrong."""
+    from mrv2.bench.gemms import headline, is_right, measure_gemms, report
+    from mrv2.bench.record import write_record
+    from mrv2.device import make_device
+
+    device = make_device(device_type)
+    try:
+        record = measure_gemms(device, progress=note)
+        if record_path is not None:
+            write_record(record, record_path)
+    finally:
+        device.close()
+    print(report(record))
+    print(json.dumps(headline(record)))
+    return int(not is_right(record))
 
 
 def varied_knobs(args: argparse.Namespace, device_type: str) -> dict[str, list[Any]]:
