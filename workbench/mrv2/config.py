@@ -67,11 +67,10 @@ class Knobs:
         "Stream on which sampled tokens travel to the host.",
         "main_stream: the copy stands in the main lane, before post_update, instead of beside it.",
     )
-    sampler: Literal["gumbel_two_pass", "gumbel_fused", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
-        "gumbel_two_pass",
+    sampler: Literal["gumbel_fused", "gumbel_two_pass", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
+        "gumbel_fused",
         "D",
-        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits (its GPU "
-        "tests have not passed yet). "
+        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits. "
         "gumbel_two_pass: fp32 copy, temperature, masks, noise and arg-max by block, arg-max of the blocks. "
         "softmax_race: probabilities divided by exponential noise. These three draw the same tokens; gumbel_blocked "
         "(noise for one block of tokens only) and torch_sort (plain torch) draw others of the same distribution.",
