@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv2_kernels.attention._plan import DecodePlan
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
+from mrv2_kernels.attention.plan import DecodePlan
 from paged_cases import NO_BLOCK, UNTOUCHED, dense_attention
 
 EPS = 1e-6

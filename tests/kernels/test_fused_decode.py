@@ -7,8 +7,8 @@ import torch
 
 from fused_cases import fused_case
 from mrv2_kernels._pdl import supports_pdl
-from mrv2_kernels.attention._plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, decode_plan
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, decode_plan
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 

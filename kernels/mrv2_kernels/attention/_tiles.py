@@ -16,10 +16,16 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def load_block_ids(table_ptr, keys, stop, BLOCK_SIZE: tl.constexpr):
+    """Return the blocks [N] of the positions `keys` [N]; 0 from `stop` on, which is not read."""
+    return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < stop, other=0)
+
+
+@triton.jit
 def load_tile(
     k_ptr,
     v_ptr,
-    table_ptr,
+    block_ids,
     keys,
     stop,
     TOKEN_STRIDE: tl.constexpr,
@@ -30,11 +36,8 @@ def load_tile(
 ):
     """Return k and v [N, D] of the positions `keys` [N]; with MASKED, zeros from `stop` on, which are not read."""
     dims = tl.arange(0, BLOCK_D)
-    if MASKED:
-        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < stop, other=0).to(tl.int64)
-    else:
-        block = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-    offsets = (block * BLOCK_SIZE + keys % BLOCK_SIZE)[:, None] * TOKEN_STRIDE + dims[None, :]
+    slots = block_ids.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
+    offsets = slots[:, None] * TOKEN_STRIDE + dims[None, :]
     if MASKED or BLOCK_D != HEAD_DIM:
         in_context = (keys < stop)[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + offsets, mask=in_context, other=0.0)
@@ -63,12 +66,13 @@ def fold_tile(
     Without MASKED every row sees every key; with it, those where `visible` [M, N] (or [1, N]) says so, of
     which each row that has seen none yet must see one.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    # the scale is positive: it need not touch every score before the exponential's fused multiply-subtract
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
     rescale = tl.exp2(row_max - new_max)
-    weights = tl.exp2(scores - new_max[:, None])
+    weights = tl.exp2(scores * scale_log2 - new_max[:, None])
     row_sum = row_sum * rescale + tl.sum(weights, axis=1)
     acc = acc * rescale[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -103,9 +107,12 @@ def attend_tiles(
     the tiles end where the range does; with it, keys from `stop` on are neither read nor seen, and
     row m sees keys up to `last_visible[m]` (at least one key of the first tile).
     """
+    # read a tile ahead, so that the loads of keys and values depend on nothing and can be pipelined
+    block_ids = load_block_ids(table_ptr, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
     for first in range(start, stop, step):
         keys = first + tl.arange(0, BLOCK_N)
-        k, v = load_tile(k_ptr, v_ptr, table_ptr, keys, stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, MASKED)
+        k, v = load_tile(k_ptr, v_ptr, block_ids, keys, stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, MASKED)
+        block_ids = load_block_ids(table_ptr, keys + step, stop, BLOCK_SIZE)
         visible = (keys[None, :] <= last_visible[:, None]) & (keys < stop)[None, :]
         acc, row_max, row_sum = fold_tile(q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED, PRECISION)
     return acc, row_max, row_sum

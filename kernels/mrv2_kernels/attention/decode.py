@@ -21,9 +21,9 @@ import torch
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.attention._plan import MAX_SPLIT_PAIRS, MAX_SPLITS, arrivals_of
 from mrv2_kernels.attention._reference import attend_paged
 from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs, combine_shares
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, arrivals_of
 
 # programs up to which a long tile pays for heads of 128: two on each SM of an H200
 FEW_PROGRAMS = 264

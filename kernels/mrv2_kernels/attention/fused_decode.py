@@ -26,10 +26,18 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._pdl import launch_dependents, launch_options, wait_for_previous
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.attention._plan import MAX_SPLIT_PAIRS, DecodePlan, arrivals_of
-from mrv2_kernels.attention._tiles import LOG2_E, attend_tiles, check_inputs, combine_shares, fold_tile, load_tile
+from mrv2_kernels.attention._tiles import (
+    LOG2_E,
+    attend_tiles,
+    check_inputs,
+    combine_shares,
+    fold_tile,
+    load_block_ids,
+    load_tile,
+)
 from mrv2_kernels.attention.decode import paged_attention_decode_torch
 from mrv2_kernels.attention.kv_write import write_kv_torch
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, arrivals_of
 from mrv2_kernels.layers.rope import qk_norm_rope_torch, rotary_embedding_torch
 
 
@@ -58,7 +66,7 @@ def _normed_and_rotated(
     return x * cos + partner * signed_sin
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "tiles_per_split"])
 def _fused_decode_kernel(
     q_ptr,
     k_ptr,
@@ -82,6 +90,7 @@ def _fused_decode_kernel(
     out_stride,
     table_stride,
     num_splits,
+    tiles_per_split,
     scale_log2,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -91,7 +100,6 @@ def _fused_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    TILES_PER_SPLIT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
@@ -104,7 +112,7 @@ def _fused_decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < HEAD_DIM
-    partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    partners = (dims + HALF) % HEAD_DIM
     # weights never change during a step; everything else may come from the launch before
     q_weight = tl.load(q_weight_ptr + dims, mask=in_head & HAS_NORM, other=0.0).to(tl.float32)
     q_partner_weight = tl.load(q_weight_ptr + partners, mask=in_head & HAS_NORM, other=0.0).to(tl.float32)
@@ -119,7 +127,7 @@ def _fused_decode_kernel(
     slot = tl.load(slot_mapping_ptr + request).to(tl.int64)
     num_cached = tl.maximum(seq_len - 1, 0)
     num_tiles = tl.cdiv(num_cached, BLOCK_N)
-    num_shares = tl.minimum(tl.maximum(tl.cdiv(num_tiles, TILES_PER_SPLIT), 1), num_splits)
+    num_shares = tl.minimum(tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1), num_splits)
     if split >= num_shares:
         return
 
@@ -129,8 +137,9 @@ def _fused_decode_kernel(
     v_head_ptr = v_cache_ptr + kv_head * HEAD_DIM
     TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     first_keys = split * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_ids = load_block_ids(table_ptr, first_keys, num_cached, BLOCK_SIZE)
     first_k, first_v = load_tile(
-        k_head_ptr, v_head_ptr, table_ptr, first_keys, num_cached, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
+        k_head_ptr, v_head_ptr, first_ids, first_keys, num_cached, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
     )
     in_group = rows < GROUP
     heads = kv_head * GROUP + rows
@@ -325,6 +334,7 @@ def fused_decode_attention_triton(
         out.stride(0),
         block_tables.stride(0),
         num_splits,
+        plan.tiles_per_split,
         scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -333,8 +343,7 @@ def fused_decode_attention_triton(
         BLOCK_D=next_power_of_2(head_dim),
         BLOCK_M=max(16, next_power_of_2(group)),
         BLOCK_N=plan.block_n,
-        BLOCK_SPLITS=next_power_of_2(num_splits),
-        TILES_PER_SPLIT=plan.tiles_per_split,
+        BLOCK_SPLITS=1 if num_splits == 1 else MAX_SPLITS,
         HAS_NORM=norm_weights is not None,
         EPS=eps,
         PDL=pdl,
@@ -397,12 +406,12 @@ def aot_cases() -> list[AotCase]:
     signature |= dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
     integers = ("positions", "block_tables", "seq_lens", "slot_mapping", "arrivals")
     signature |= {f"{name}_ptr": "*i32" for name in integers}
-    strides = ("q_stride", "k_stride", "v_stride", "out_stride", "table_stride", "num_splits")
+    strides = ("q_stride", "k_stride", "v_stride", "out_stride", "table_stride", "num_splits", "tiles_per_split")
     signature |= dict.fromkeys(strides, "i32")
     shared: dict[str, object] = {
         "BLOCK_SIZE": 16,
         "BLOCK_M": 16,
-        "TILES_PER_SPLIT": 2,
+        "tiles_per_split": 2,
         "EPS": 1e-6,
         "PRECISION": "ieee",
     }
