@@ -36,6 +36,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--samplers", action="store_true", help="measure the values of the knob sampler on random logits instead (CUDA)"
     )
+    parser.add_argument(
+        "--layers", action="store_true", help="measure attention kernels and their launch plans instead (CUDA)"
+    )
     add_model_flag(parser, None, "default: qwen3-0.6b with random weights on CUDA, tiny-qwen3 on the host")
     parser.add_argument(
         "--scale", type=int, metavar="N", help="divide counts and lengths by N (default: 1 on CUDA, 16 on the host)"
@@ -79,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
     if args.samplers:
         return _measure_samplers(options.pop("device", "auto"), record_path)
 
+    if args.layers:
+        return _measure_layers(options.pop("device", "auto"), record_path)
+
     from mrv2.bench.record import headline, write_record
     from mrv2.commands.bench_report import report
     from mrv2.device import make_device
@@ -107,6 +113,24 @@ def _measure_samplers(device_type: Any, record_path: Path | None) -> int:
     device = make_device(device_type)
     try:
         record = measure_samplers(device, progress=note)
+    finally:
+        device.close()
+    print(report(record))
+    if record_path is not None:
+        write_record(record, record_path)
+    print(json.dumps(headline(record)))
+    return 0
+
+
+def _measure_layers(device_type: Any, record_path: Path | None) -> int:
+    """Measure the attention kernels and print tables; return 0."""
+    from mrv2.bench.layers import headline, measure_layers, report
+    from mrv2.bench.record import write_record
+    from mrv2.device import make_device
+
+    device = make_device(device_type)
+    try:
+        record = measure_layers(device, progress=note)
     finally:
         device.close()
     print(report(record))
