@@ -53,7 +53,7 @@ from mrv2.bench.layer_problems import (
     check_decode,
     check_prefill,
 )
-from mrv2.device import Device
+from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
 from mrv2.instrument import recording
 from mrv2_kernels._pdl import supports_pdl
@@ -76,7 +76,6 @@ PREFILL_TILES = (
     TileShape(128, 64, 8, 2),
     TileShape(128, 64, 8, 3),
     TileShape(128, 128, 8, 2),
-    TileShape(128, 64, 4, 2),
 )
 # requests, new tokens, context
 PREFILLS = ((32, 2048, 2048), (8, 512, 4096))
@@ -237,31 +236,35 @@ def _tile_name(shape: HeadShape, tile: tuple[int, int, int]) -> str:
 
 
 def _check_tile(shape: HeadShape, tile: tuple[int, int, int], pdl: bool) -> dict[str, str]:
+    device = make_device("cuda")
     plan = replace(candidate(shape, 1, tile, _FIRST_PROGRAMS, _FIRST_KEYS), num_splits=8)
-    device = torch.device("cuda")
-    found = _failures(_tile_name(shape, tile), lambda: check_decode(shape, plan, False, device))
+    name = _tile_name(shape, tile)
+    found = _failures(device, name, lambda: check_decode(shape, plan, False, device.torch_device))
     if pdl:
-        found |= _failures(f"{_tile_name(shape, tile)} pdl", lambda: check_decode(shape, plan, True, device))
+        found |= _failures(device, f"{name} pdl", lambda: check_decode(shape, plan, True, device.torch_device))
     return found
 
 
 def _check_prefill(tile: TileShape) -> dict[str, str]:
-    return _failures(f"prefill {_prefill_name(tile)}", lambda: check_prefill(QWEN3, tile, torch.device("cuda")))
+    device = make_device("cuda")
+    name = f"prefill {_prefill_name(tile)}"
+    return _failures(device, name, lambda: check_prefill(QWEN3, tile, device.torch_device))
 
 
 def _check_chain(shape: HeadShape) -> dict[str, str]:
+    device = make_device("cuda")
     found: dict[str, str] = {}
     for batch in BATCHES[shape]:
-        problem = DecodeProblem(Pool(shape, 64, torch.device("cuda")), [17] * batch)
-        found |= _failures(f"{shape.name} chain B={batch}", problem.chain)
+        problem = DecodeProblem(Pool(shape, 64, device.torch_device), [17] * batch)
+        found |= _failures(device, f"{shape.name} chain B={batch}", problem.chain)
     return found
 
 
-def _failures(name: str, work: Callable[[], None]) -> dict[str, str]:
+def _failures(device: Device, name: str, work: Callable[[], None]) -> dict[str, str]:
     """Run `work` to its end on the GPU; return name -> reason if it fails, else nothing."""
     try:
         work()
-        torch.cuda.synchronize()
+        device.synchronize("layers: check")
     except Exception as error:  # any failure of a candidate is a finding
         return {name: _reason(error)}
     return {}
