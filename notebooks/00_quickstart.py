@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Quickstart: an engine at work
 #
-# Run the next three cells. The first loads a small model and begins to serve requests in the background; the second shows
-# the panel. Turn `async scheduling` off and on again and watch the timeline: **off**, the device idles while the host works;
-# **on**, the forwards stand shoulder to shoulder. The tokens of a seeded request stay the same.
+# Run the next three cells. The second loads a small model and begins to serve requests in the background; the third
+# shows the panel. Turn `async scheduling` off and on again and watch the timeline: **off**, the device idles while the
+# host works; **on**, the forwards stand shoulder to shoulder. The tokens of a seeded request stay the same.
 
 # %%
 import os
@@ -35,8 +35,8 @@ wb
 # %% [markdown]
 # ## The same from code
 #
-# Every control of the panel has its line of Python. `wb.set` waits until the engine has switched, between two steps, and says
-# at which step.
+# Every control of the panel has its line of Python. `wb.set` waits until the engine has switched, between two steps,
+# and says at which step.
 
 # %%
 wb.wait(requests=2)
@@ -60,7 +60,8 @@ trace = wb.record(steps=12)
 print(trace.analyze().overview())
 
 # %% [markdown]
-# `wb.check()` raises what went wrong in a button or a background thread. The panel stays alive; `wb.close()` stops the engine.
+# `wb.check()` raises what went wrong in a button or a background thread. The panel stays alive; `wb.close()` stops the
+# engine.
 
 # %%
 wb.check()

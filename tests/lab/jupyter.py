@@ -30,9 +30,10 @@ CHROMIUM_ARGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
+_PLUGIN = "@jupyterlab/apputils-extension"
 _SETTINGS = {
-    "@jupyterlab/apputils-extension/notification.jupyterlab-settings": '{"fetchNews": "false", "checkForUpdates": false}',
-    "@jupyterlab/apputils-extension/themes.jupyterlab-settings": '{"theme": "%s"}',
+    f"{_PLUGIN}/notification.jupyterlab-settings": '{"fetchNews": "false", "checkForUpdates": false}',
+    f"{_PLUGIN}/themes.jupyterlab-settings": '{"theme": "%s"}',
 }
 
 
@@ -127,17 +128,21 @@ class LabPage:
 
     def idle(self, timeout: float = 60_000) -> None:
         """Wait until the kernel has nothing to do."""
-        self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=timeout, state="attached")
+        self.page.wait_for_selector(
+            ".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=timeout, state="attached"
+        )
 
     def command(self, name: str, **arguments: Any) -> None:
         """Run a command of JupyterLab."""
         self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments])
 
-    def run_cells(self, count: int) -> None:
-        """Run that many code cells from the top, markdown between them too."""
+    def run_cells(self, count: int) -> str:
+        """Run that many code cells from the top; return the execution counts of all."""
         script = """async (count) => {
-          const panel = window.jupyterapp.shell.currentWidget;
-          const notebook = panel.content;
+          const panel = window.jupyterapp.shell.currentWidget, notebook = panel.content;
+          await panel.context.ready;
+          await panel.sessionContext.ready;
+          await panel.sessionContext.session.kernel.info;
           let done = 0;
           for (let i = 0; i < notebook.widgets.length && done < count; i++) {
             if (notebook.widgets[i].model.type !== "code") continue;
@@ -145,8 +150,9 @@ class LabPage:
             await window.jupyterapp.commands.execute("notebook:run-cell");
             done += 1;
           }
+          return notebook.widgets.filter((w) => w.model.type === "code").map((w) => w.model.executionCount).join();
         }"""
-        self.page.evaluate(script, count)
+        return self.page.evaluate(script, count)
 
     def wait(self, script: str, argument: Any = None, timeout: float = 30_000) -> Any:
         """Wait until JavaScript is true of the page; return its value."""

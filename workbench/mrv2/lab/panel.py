@@ -15,7 +15,7 @@ from mrv2.lab.details import DETAILS
 from mrv2.lab.load import MODE_HELP
 from mrv2.lab.metrics import METRICS
 from mrv2.lab.packs import load_pack, pack_names
-from mrv2.lab.presets import knob_specs, why_not
+from mrv2.lab.presets import effect_of, knob_specs, why_not
 from mrv2.viz import Timeline, payload, theme
 from mrv2.viz import widgets as viz_widgets
 
@@ -189,10 +189,14 @@ class Panel:
             spec["name"]: [why_not(values, spec["name"], value, config) for value in spec["values"]]
             for spec in knob_specs()
         }
+        effects = {
+            spec["name"]: [effect_of(values, spec["name"], value) for value in spec["values"]] for spec in knob_specs()
+        }
         match = next((p.name for p in self.workbench.presets if p.knobs == values), "")
         self.widget.knobs = {
             "values": values,
             "why": why,
+            "effects": effects,
             "preset": match,
             "intents": self.workbench.driver.intents.by_knob(),
             "log": [intent.as_dict() for intent in reversed(log)],

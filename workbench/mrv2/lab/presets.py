@@ -99,6 +99,16 @@ def why_not(current: dict[str, Any], name: str, value: Any, config: EngineConfig
     return ""
 
 
+def effect_of(current: dict[str, Any], name: str, value: Any) -> str:
+    """Return what changing knob `name` from the `current` settings to `value` does to the tokens of a request."""
+    effect = next(f.metadata["effect"] for f in fields(Knobs) if f.name == name)
+    try:
+        same = Knobs(**{**current, name: value}).promises_tokens_of(Knobs(**current))
+    except ConfigError:
+        same = effect == "T"
+    return EFFECTS["T" if same else effect if effect != "T" else "D"]
+
+
 def changed_only(knobs: dict[str, Any]) -> dict[str, Any]:
     """Return the knobs that differ from their defaults."""
     return {f.name: knobs[f.name] for f in fields(Knobs) if f.name in knobs and knobs[f.name] != f.default}

@@ -8,6 +8,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 WAIT_S = 120.0
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 # one workbench a name: making another one closes it
+_SERIALS = count()
 _OPEN: weakref.WeakValueDictionary[str, Workbench] = weakref.WeakValueDictionary()
 
 
@@ -74,6 +76,7 @@ class Workbench:
         if (old := _OPEN.pop(name, None)) is not None:
             old.close()
         self.name = name
+        self.serial = next(_SERIALS)
         self.errors = ErrorStore()
         first_load = load if isinstance(load, Load) else Load(pack=load)
         self.options = dict(options)
@@ -460,6 +463,14 @@ class Workbench:
             raise EngineDeadError(self.errors.fatal.detail)
         if self._closed:
             raise EngineDeadError("the workbench is closed; make a new one")
+
+
+def open_workbench() -> Workbench:
+    """Return the workbench that was opened last and is not closed; raises `ConfigError` if there is none."""
+    found = [workbench for workbench in _OPEN.values() if not workbench.closed]
+    if not found:
+        raise ConfigError("no workbench is open: make one with Workbench(...)")
+    return max(found, key=lambda workbench: workbench.serial)
 
 
 def _place(engine: str, device: str) -> Literal["thread", "process"]:

@@ -54,7 +54,7 @@ class PanelView {
     this.state = make("span", { class: "state", role: "status" });
     this.counts = make("span", { class: "counts" });
     this.startButton = button("\u25b6 Start", "send requests", () => this.send({ kind: "start" }), { "data-act": "start" });
-    this.pauseButton = button("\u23f8 Pause", "send no further requests", () => this.send({ kind: "pause" }), { "data-act": "pause" });
+    this.pauseButton = button("\u275a\u275a Pause", "send no further requests", () => this.send({ kind: "pause" }), { "data-act": "pause" });
     this.stopButton = button("\u25a0 Stop", "end all requests now", () => this.send({ kind: "stop" }), { "data-act": "stop" });
     const header = make("header", {}, make("div", { class: "title" }, make("strong", {}, "MRV2 Workbench"),
       make("span", { class: "model", title: spec.hardware }, `${spec.model} \u00b7 ${spec.device} \u00b7 engine in a ${spec.place}`)),
@@ -148,7 +148,7 @@ class PanelView {
   }
 
   drawKnobs() {
-    const { values, why, preset, intents } = this.model.get("knobs");
+    const { values, why, effects, preset, intents } = this.model.get("knobs");
     if (!values) return;
     if (document.activeElement !== this.preset) this.preset.value = preset;
     for (const [name, { knob, select, chip, row }] of this.knobRows) {
@@ -156,12 +156,14 @@ class PanelView {
       if (intent?.state !== "pending") select.value = at;
       [...select.options].forEach((option, i) => {
         option.disabled = Boolean(why[name][i]) && i !== at;
-        option.title = why[name][i];
+        option.title = why[name][i] || effects[name][i];
+        const text = shownValue(knob.values[i]) + (effects[name][i] === EFFECT_NAMES.T ? "" : ` (${effects[name][i]})`);
+        if (option.textContent !== text) option.textContent = text;
       });
       row.classList.toggle("changed", at !== knob.values.indexOf(knob.default));
       chip.className = `chip ${intent?.state || ""}`;
       chip.title = intent?.reason || (intent ? `asked for by ${intent.source}` : "");
-      chip.textContent = !intent ? "" : intent.state === "pending" ? "\u23f3 pending" : intent.state === "applied" ? `\u2713 applied at step ${intent.step}` : `\u2717 refused: ${intent.reason}`;
+      chip.textContent = !intent ? "" : intent.state === "pending" ? "\u2026 pending" : intent.state === "applied" ? `\u2713 applied at step ${intent.step}` : `\u2717 refused: ${intent.reason}`;
     }
   }
 
@@ -198,7 +200,7 @@ class PanelView {
   buildStreams() {
     this.streamRoot = make("div", { class: "streams" });
     this.cards = new Map();
-    return make("section", { class: "card", "aria-label": "tokens of some requests" },
+    return make("section", { class: "card tokens", "aria-label": "tokens of some requests" },
       make("h3", {}, "Tokens", make("small", {}, make("span", { class: "token accepted" }, "accepted draft"), " ", make("span", { class: "rejected" }, "\u2717n"), " n drafts rejected; hover for step and logprob")),
       this.streamRoot);
   }
