@@ -370,7 +370,7 @@ class Scheduler:
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(num_scheduled.sum()),
-            has_grammar=bool(self._num_undraftable) and any(e.request.grammar is not None for e in entries),
+            has_grammar=any(e.request.grammar is not None for e in entries),
         )
         self._freed.clear()
         record = StepRecord(self.step, entries)
