@@ -52,9 +52,9 @@ class DecodeBatch:
     """B requests that compute and yield one token a step each; their entries serve every step."""
 
     entries: list[ScheduledEntry]
-    # of step 0, scheduled the long way: ids, one list for all steps of the batch (a runner may know it again),
-    # and tokens computed before it [B] int32
+    # one list for all steps of the batch: a runner may know it again
     req_ids: list[str]
+    # [B] int32: tokens computed before step 0, which was scheduled the long way
     computed_before: np.ndarray
     block_size: int
 
