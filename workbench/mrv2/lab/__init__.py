@@ -1,0 +1,1 @@
+"""The lab: an engine in a notebook, and the exercises of the workshop."""
