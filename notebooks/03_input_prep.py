@@ -355,7 +355,7 @@ go.Figure(
 # %% [markdown]
 # **Look for** two things: which line is higher, and which one grows with the batch. On a CPU the two "devices" share the cores and the
 # [GIL](../docs/glossary.md#gil), so the lines are noisy; the recordings in `traces/` show the same on an H200
-# (notebook 9).
+# ([notebook 9](09_nsight.ipynb)).
 
 # %% jupyter={"source_hidden": true}
 recorder, _ = serve(4, 6)  # with V2

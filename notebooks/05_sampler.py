@@ -349,3 +349,6 @@ multiple.check(...)
 
 # %%
 progress()
+
+# %% [markdown]
+# **Next:** [6 · Speculation](06_speculation.ipynb).

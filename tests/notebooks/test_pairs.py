@@ -68,4 +68,4 @@ def test_one_idea_a_cell(source: Path) -> None:
     for cell in paired(source.read_text(encoding="utf-8"))["cells"]:
         folded = cell["metadata"].get("jupyter", {}).get("source_hidden")
         lines = len(cell["source"])
-        assert folded or lines <= 45, f"{source.stem} {cell['id']}: {lines} lines; part it, or fold it (source_hidden)"
+        assert folded or lines <= 55, f"{source.stem} {cell['id']}: {lines} lines; part it, or fold it (source_hidden)"
