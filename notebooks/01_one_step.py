@@ -235,7 +235,7 @@ with recording(core.device) as recorder:
     core.device.synchronize("end of the recording")
 trace = mrv2.trace.from_recorder(recorder)
 steps = trace.steps()
-Timeline(trace, window=steps.take(slice(2, 5)), title="Three decode steps, synchronous", width_px=900)
+Timeline(trace, window=steps.take(slice(2, 5)), title="Three decode steps, synchronous")
 
 # %% [markdown]
 # **Look for:** the host lane (schedule, execute_model, sample_tokens), the main stream below it, the copy on its own
@@ -295,7 +295,7 @@ with recording(core.device) as recorder:
     core.device.synchronize("end of the recording")
 assert taking_turns == side_by_side
 trace = mrv2.trace.from_recorder(recorder)
-Timeline(trace, window=trace.steps().take(slice(4, 8)), title="Four steps, asynchronous", width_px=900)
+Timeline(trace, window=trace.steps().take(slice(4, 8)), title="Four steps, asynchronous")
 
 # %% [markdown]
 # The host now prepares step n+1 before it has seen the tokens of step n. [Notebook 4](04_async_scheduling.ipynb) measures

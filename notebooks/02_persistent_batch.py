@@ -120,14 +120,15 @@ def life_of_rows() -> go.Figure:
         go.Frame(name=str(step), data=[cells(v1_homes, step, ""), cells(v2_homes, min(step, len(v2_homes) - 1), "2")])
         for step in range(last + 1)
     ]
-    rows = {"range": [ROWS - 0.4, -0.6], "dtick": 1, "title": {"text": "row"}}
-    steps = {"range": [-0.7, last + 0.7], "dtick": 2}
+    grid = {"gridcolor": theme.theme("light").grid, "zeroline": False}
+    rows = {"range": [ROWS - 0.4, -0.6], "dtick": 1, "title": {"text": "row"}, **grid}
+    steps = {"range": [-0.7, last + 0.7], "dtick": 2, **grid}
     play = {"frame": {"duration": 350, "redraw": False}, "fromcurrent": True, "transition": {"duration": 0}}
     stop = {"frame": {"duration": 0}, "mode": "immediate"}
     layout = theme.layout(
         theme.theme("light"),
-        height=520,
-        margin={"l": 60, "r": 16, "t": 44, "b": 20},
+        height=560,
+        margin={"l": 110, "r": 16, "t": 44, "b": 20},
         xaxis={**steps, "anchor": "y"},
         yaxis={**rows, "domain": [0.56, 1.0]},
         xaxis2={**steps, "anchor": "y2", "title": {"text": "step"}},
@@ -140,16 +141,17 @@ def life_of_rows() -> go.Figure:
             {
                 "active": last,
                 "currentvalue": {"prefix": "after step "},
-                "pad": {"t": 40},
+                "pad": {"t": 44, "l": 10},
                 "steps": [{"method": "animate", "label": f.name, "args": [[f.name], stop]} for f in frames],
             }
         ],
         updatemenus=[
             {
                 "type": "buttons",
-                "x": 1.0,
-                "y": 1.12,
+                "x": 0.0,
+                "y": -0.16,
                 "xanchor": "right",
+                "yanchor": "top",
                 "direction": "left",
                 "buttons": [
                     {"label": "▶", "method": "animate", "args": [None, play]},

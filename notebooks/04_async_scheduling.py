@@ -64,7 +64,8 @@ NUM_REQUESTS, LENGTH = 8, pick(48, 16)
 # too; here it is a checksum over a buffer, so that we can choose how long it takes.
 
 # %%
-BUFFER = bytes(1 << 16)
+# large enough that the work runs without Python's lock, as NumPy's and a tokenizer's does
+BUFFER = bytes(1 << 20)
 
 
 def front_end(seconds: float) -> None:
@@ -173,7 +174,7 @@ print(
 # Synchronous first. **Look for** the device's gap under the host's `process_outputs`.
 
 # %%
-Timeline(trace_sync, window=trace_sync.steps().take(slice(4, 7)), title="Synchronous", width_px=900)
+Timeline(trace_sync, window=trace_sync.steps().take(slice(4, 7)), title="Synchronous")
 
 # %% [markdown]
 # Asynchronous: the same work, but the device has its next step already when the host begins to work on the last one's tokens.
@@ -182,7 +183,7 @@ Timeline(trace_sync, window=trace_sync.steps().take(slice(4, 7)), title="Synchro
 core.set_knobs(async_scheduling=True, queue_depth=2)
 trace_async, (tokens_async, _, _) = record(front_end_s=FRONT_END_S)
 assert tokens_async == tokens_sync
-Timeline(trace_async, window=trace_async.steps().take(slice(4, 7)), title="Asynchronous", width_px=900)
+Timeline(trace_async, window=trace_async.steps().take(slice(4, 7)), title="Asynchronous")
 
 # %% [markdown]
 # Each step's time in four parts that always sum to the whole:
@@ -316,10 +317,10 @@ waste.check(...)
 # %%
 gpu_sync = mrv2.trace.load(recorded("h200/v2_sync.graph.sqlite.gz"))
 gpu_async = mrv2.trace.load(recorded("h200/v2_async.graph.sqlite.gz"))
-Timeline(gpu_sync, window=gpu_sync.steps().take(slice(10, 13)), title="H200, V2 synchronous", width_px=900)
+Timeline(gpu_sync, window=gpu_sync.steps().take(slice(10, 13)), title="H200, V2 synchronous")
 
 # %%
-Timeline(gpu_async, window=gpu_async.steps().take(slice(10, 13)), title="H200, V2 asynchronous", width_px=900)
+Timeline(gpu_async, window=gpu_async.steps().take(slice(10, 13)), title="H200, V2 asynchronous")
 
 # %% jupyter={"source_hidden": true}
 walls = [float(np.median(t.steps().wall_ns)) for t in (gpu_sync, gpu_async)]

@@ -200,14 +200,13 @@ record("deferred")  # warm-up
 spans, trace, texts = record("deferred")
 blocking_spans, blocking_trace, blocking_texts = record("blocking")
 assert texts == blocking_texts, "the same tokens either way"
-Timeline(trace, window=trace.steps().take(slice(4, 7)), title="deferred: the mask under the forward", width_px=900)
+Timeline(trace, window=trace.steps().take(slice(4, 7)), title="deferred: the mask under the forward")
 
 # %%
 Timeline(
     blocking_trace,
     window=blocking_trace.steps().take(slice(4, 7)),
     title="blocking: the device waits for the mask",
-    width_px=900,
 )
 
 # %% [markdown]

@@ -51,10 +51,10 @@ for key in ("ops", "api", "ranges", "syncs", "waits.gil"):
 # The top rows are the host, the bottom rows the GPU. **Look for** where the GPU's row is empty, and what the host does above the gap.
 
 # %%
-Timeline(v1, window=v1.steps().take(slice(12, 14)), title="V1, two steps", width_px=900)
+Timeline(v1, window=v1.steps().take(slice(12, 14)), title="V1, two steps")
 
 # %%
-Timeline(v2, window=v2.steps().take(slice(12, 14)), title="V2, two steps", width_px=900)
+Timeline(v2, window=v2.steps().take(slice(12, 14)), title="V2, two steps")
 
 # %% jupyter={"source_hidden": true}
 medians = {name: float(np.median(trace.steps().wall_ns)) / 1e3 for name, trace in (("v1", v1), ("v2", v2))}
@@ -120,7 +120,6 @@ cause.check(...)
 
 # %%
 comparison = v1.compare(v2, names=("V1", "V2"))
-print(comparison.verdict)
 delta_plot(comparison)
 
 # %%
@@ -209,12 +208,10 @@ stretched.check(...)
 # %%
 vllm_v1 = mrv2.trace.load(recorded("foreign/vllm_v1_async1.sqlite.gz"))
 vllm_v2 = mrv2.trace.load(recorded("foreign/vllm_v2_async1.sqlite.gz"))
-Timeline(vllm_v1, window=vllm_v1.steps().take(slice(12, 14)), title="vLLM, V1 runner", width_px=900)
+Timeline(vllm_v1, window=vllm_v1.steps().take(slice(12, 14)), title="vLLM, V1 runner")
 
 # %%
-Timeline(
-    vllm_v2, window=vllm_v2.steps().take(slice(12, 14)), title="vLLM, MRV2 (its stages carry no scopes)", width_px=900
-)
+Timeline(vllm_v2, window=vllm_v2.steps().take(slice(12, 14)), title="vLLM, MRV2 (its stages carry no scopes)")
 
 # %%
 other = vllm_v1.compare(vllm_v2, names=("vLLM V1", "vLLM MRV2"))
@@ -274,7 +271,7 @@ with LLM("tiny-llama", load_format="dummy", max_model_len=128, max_num_seqs=8, n
     with llm.record() as recording:
         llm.generate(prompts, params, use_tqdm=False)
     mine = mrv2.trace.load(recording.save(Path(tempfile.mkdtemp()) / "mine.npz"))
-Timeline(mine, window=mine.steps().take(slice(4, 8)), title="This machine", width_px=900)
+Timeline(mine, window=mine.steps().take(slice(4, 8)), title="This machine")
 
 # %% [markdown]
 # ## One level deeper: kernels of the sampler
