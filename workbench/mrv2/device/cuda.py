@@ -118,7 +118,9 @@ class CudaDevice(Device):
         self.clock: SpanClock | None = None
         self.capturing = False
         self.closed = False
+        # the pool that all graphs share, and a graph that keeps it: it goes with the last graph that uses it
         self._graph_pool: Any = None
+        self._pool_keeper: CudaGraph | None = None
         self._main = cast(CudaStream, self.stream("main"))
         # work done on the stream that was current before, loading say, comes first
         self._main.raw.wait_stream(torch.cuda.current_stream(self.torch_device))
@@ -140,6 +142,13 @@ class CudaDevice(Device):
         on = cast(CudaStream, stream or self.main)
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
+            self._pool_keeper = self._capture(self._touch, on)
+        return self._capture(fn, on)
+
+    def _touch(self) -> None:
+        torch.zeros(1, device=self.torch_device)
+
+    def _capture(self, fn: Callable[[], object], on: CudaStream) -> CudaGraph:
         graph = torch.cuda.CUDAGraph()
         self._wait_all()
         self.capturing = True
