@@ -204,7 +204,7 @@ class Scheduler:
             if row in output.prompt_logprobs and request.prompt_logprobs is not None:
                 request.prompt_logprobs.add(output.prompt_logprobs[row])
             if yields_token:
-                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row))
+                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row, entry.num_drafts))
             if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
                 self.kv.publish(request)
         return results
@@ -343,9 +343,11 @@ class Scheduler:
             request.num_computed -= rejected
             request.num_confirmed -= rejected
 
-    def _deliver(self, request: Request, tokens: list[int], output: StepOutput, row: int) -> EngineOutput:
+    def _deliver(
+        self, request: Request, tokens: list[int], output: StepOutput, row: int, num_drafts: int
+    ) -> EngineOutput:
         """Append a step's tokens up to the one that ends the request, and report them."""
-        result = EngineOutput(req_id=request.req_id, new_token_ids=[])
+        result = EngineOutput(req_id=request.req_id, new_token_ids=[], step=output.step, num_drafted=num_drafts)
         if request.num_outputs == 0:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
             if request.prompt_logprobs is not None:

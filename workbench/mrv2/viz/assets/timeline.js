@@ -148,6 +148,13 @@ class TimelineView {
     this.draw();
   }
 
+  // Another recording with the same rows.
+  replace(spec, window, tile) {
+    Object.assign(this, { spec, window, selection: null, highlight: null });
+    this.detail.textContent = "";
+    this.accept(tile);
+  }
+
   draw() {
     if (!this.tile) return;
     const began = performance.now();
@@ -285,18 +292,3 @@ class TimelineView {
 }
 
 // ---- themes
-
-// The theme that fits the page around `node`: what its background is, else what the reader prefers.
-function detectTheme(node) {
-  for (let at = node.parentElement; at; at = at.parentElement) {
-    const parts = getComputedStyle(at).backgroundColor.match(/[\d.]+/g)?.map(Number);
-    if (parts && (parts.length < 4 || parts[3] > 0.5)) return 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2] < 128 ? "dark" : "light";
-  }
-  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-}
-
-function onThemeChange(act) {
-  const observer = new MutationObserver(act);
-  for (const node of [document.documentElement, document.body]) observer.observe(node, { attributes: true });
-  return observer;
-}

@@ -112,6 +112,12 @@ function renderTimeline({ model, el }) {
   };
   const restart = () => {
     if (!view) return;
+    const spec = model.get("spec"), tile = model.get("tile");
+    // a recording with the same rows is drawn in place, without a flicker
+    if (tile?.bars && JSON.stringify(spec.rows) === JSON.stringify(view.spec.rows) && JSON.stringify(spec.boxes) === JSON.stringify(view.spec.boxes)) {
+      view.replace(spec, tile.window, decodeTile(tile));
+      return;
+    }
     const Plotly = view.Plotly;
     source.close();
     view.destroy();
