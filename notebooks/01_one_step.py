@@ -202,6 +202,26 @@ assert {req_id for req_id, yields in zip(scheduled.req_ids, scheduled.yields_tok
 }
 
 # %% [markdown]
+# ## The next steps, inspected
+#
+# The inspector does what we did by hand, for as many steps as it is asked for: it stops the world after a launch and copies the inputs. **Look for**
+# `bob`, who gets the rest of his prompt, and then decodes like the others: one token a step, at the position behind the last.
+
+# %%
+from mrv2.engine.inspection import Inspector
+
+inspector = Inspector(core)
+inspector.look(steps=3)
+for _ in range(3):
+    core.step()
+for seen in inspector.look().steps:
+    starts = seen.query_start_loc
+    parts = [
+        f"{name}: {seen.positions[a]}-{seen.positions[b - 1]}" for name, a, b in zip(seen.req_ids, starts, starts[1:])
+    ]
+    print(f"step {seen.step}: rows {seen.rows}, positions {', '.join(parts)}")
+
+# %% [markdown]
 # ## The same in the loop
 #
 # `EngineCore` does these four things in two short methods. Read them beside what you have just done:
