@@ -335,6 +335,74 @@ break_even
 break_even.check(...)
 
 # %% [markdown]
+# ## How good must a drafter be?
+#
+# A drafter with weights drafts by running a smaller model. The best conceivable one *is* the target: then every draft is kept, and a verification yields
+# 1 + K tokens. We take such a twin (drafter = target = `tiny-llama`) and spoil its weights, more and more. (This cell needs
+# `spec_method="draft_model"`; an engine without it says so and goes on.)
+
+# %%
+SPOILT = pick((0.0, 0.01, 0.02, 0.05, 0.1, 0.2), (0.0, 0.02, 0.2))
+
+
+def tokens_per_verification(spoilt: float) -> float:
+    """Return the mean length with a twin whose weights were multiplied by 1 + spoilt * noise."""
+    fields = {
+        f: getattr(config, f) for f in ("model", "load_format", "max_model_len", "max_num_seqs", "num_gpu_blocks")
+    }
+    twin = EngineCore(
+        EngineConfig(
+            **fields,
+            dtype="float32" if torch.cuda.is_available() else "float64",
+            max_num_spec_tokens=K,
+            speculators=("draft_model=tiny-llama",),
+            enable_prefix_caching=False,
+            knobs=Knobs(spec_method="draft_model", num_spec_tokens=K, cuda_graphs="off"),
+        )
+    )
+    noise = torch.Generator().manual_seed(5)
+    for weights in twin.executor.drafters[0].model.parameters():
+        weights.mul_(1 + spoilt * torch.randn(weights.shape, generator=noise).to(weights))
+    for i in range(3):
+        params = SamplingParams(temperature=0.0, max_tokens=pick(60, 20), ignore_eos=True)
+        twin.add_request(EngineRequest(req_id=str(i), prompt_token_ids=[5, 6, 7, 8 + i], params=params))
+    while twin.has_unfinished:
+        twin.step()
+    length = twin.snapshot().mean_accepted_length
+    twin.shutdown()
+    return length
+
+
+# %%
+if "draft_model" in legal_values("spec_method"):
+    lengths = [tokens_per_verification(spoilt) for spoilt in SPOILT]
+    figure = go.Figure(
+        [
+            go.Scatter(x=SPOILT, y=lengths, mode="lines+markers", name="measured", line={"color": "#009E73"}),
+            go.Scatter(
+                x=[SPOILT[0], SPOILT[-1]],
+                y=[t_k / t_0] * 2,
+                mode="lines",
+                name="break-even of 6.4",
+                line={"dash": "dash"},
+            ),
+        ],
+        theme.layout(
+            theme.theme("light"),
+            title={"text": "Tokens per verification"},
+            height=300,
+            margin={"t": 80},
+            xaxis={"title": {"text": "noise on the drafter's weights"}},
+            yaxis={"range": [0.8, K + 1.2]},
+        ),
+    )
+    figure.show()
+    # requests end inside a run of drafts, so that the very last verification may be shorter
+    assert torch.cuda.is_available() or lengths[0] > K, "the twin's drafts are all kept"
+else:
+    print("this engine has no draft_model: its drafters are", ", ".join(legal_values("spec_method")))
+
+# %% [markdown]
 # ## Verify: `standard`
 #
 # A drafter that *samples* its drafts from a distribution q can do better than equality: keep the draft x with probability min(1, p(x) / q(x)),
