@@ -55,7 +55,7 @@ core = EngineCore(
         knobs=Knobs(async_scheduling=False),
     )
 )
-NUM_REQUESTS, LENGTH = 8, pick(48, 16)
+NUM_REQUESTS, LENGTH = 8, pick(32, 16)
 
 # %% [markdown]
 # ## A load, with a front end
@@ -152,7 +152,7 @@ predict.check(...)
 
 # %%
 seconds: dict[bool, list[float]] = {False: [], True: []}
-for _ in range(pick(5, 2)):
+for _ in range(pick(4, 2)):
     for ahead in seconds:
         core.set_knobs(async_scheduling=ahead, queue_depth=2)
         tokens, took, _ = serve(front_end_s=FRONT_END_S)
@@ -227,7 +227,7 @@ exposed.check(...)
 # %%
 DEPTHS = (1, 2, 3, 4)
 by_depth: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
-for _ in range(pick(3, 1)):
+for _ in range(pick(2, 1)):
     for depth in DEPTHS:
         core.set_knobs(async_scheduling=True, queue_depth=depth)
         tokens, took, num_steps = serve(front_end_s=FRONT_END_S)

@@ -44,7 +44,7 @@ target = logits.double().softmax(0).cpu()
 # of (seed, position, token).
 
 # %%
-NUM_DRAWS = pick(200_000, 20_000)
+NUM_DRAWS = pick(60_000, 20_000)
 seed = torch.tensor([2], device=DEVICE)
 positions = torch.arange(NUM_DRAWS, dtype=torch.int32, device=DEVICE)
 noise = gumbel_noise_torch(seed.expand(NUM_DRAWS), positions, VOCAB)
@@ -138,7 +138,7 @@ single.check(...)
 
 # %%
 samples = gumbel_noise_torch(
-    torch.arange(pick(64, 8), device=DEVICE), torch.zeros(pick(64, 8), dtype=torch.int32, device=DEVICE), 1 << 16
+    torch.arange(pick(24, 8), device=DEVICE), torch.zeros(pick(24, 8), dtype=torch.int32, device=DEVICE), 1 << 16
 ).double()
 levels = np.arange(0.0, 13.0, 0.5)
 num = samples.numel()
@@ -191,7 +191,7 @@ bits.check(...)
 # %%
 from mrv2.config import SAME_TOKEN_SAMPLERS, legal_values
 
-batch = pick(50_000, 10_000)
+batch = pick(20_000, 10_000)
 rows = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
 truncation = Truncation(*(torch.tensor([value], device=DEVICE) for value in (0.002, 12, 0.97)), all_rows=True)
 truncation = truncation._replace(top_k=truncation.top_k.int())

@@ -376,7 +376,7 @@ def tokens_per_verification(spoilt: float) -> float:
 # %%
 if "draft_model" in legal_values("spec_method"):
     lengths = [tokens_per_verification(spoilt) for spoilt in SPOILT]
-    figure = go.Figure(
+    shown = go.Figure(
         [
             go.Scatter(x=SPOILT, y=lengths, mode="lines+markers", name="measured", line={"color": "#009E73"}),
             go.Scatter(
@@ -396,11 +396,11 @@ if "draft_model" in legal_values("spec_method"):
             yaxis={"range": [0.8, K + 1.2]},
         ),
     )
-    figure.show()
     # requests end inside a run of drafts, so that the very last verification may be shorter
     assert torch.cuda.is_available() or lengths[0] > K, "the twin's drafts are all kept"
 else:
-    print("this engine has no draft_model: its drafters are", ", ".join(legal_values("spec_method")))
+    shown = f"this engine has no draft_model: its drafters are {', '.join(legal_values('spec_method'))}"
+shown
 
 # %% [markdown]
 # ## Verify: `standard`
