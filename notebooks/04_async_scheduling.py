@@ -40,7 +40,7 @@ from mrv2.engine.messages import EngineRequest
 from mrv2.instrument import recording, stage, stages
 from mrv2.lab.exercise import Exercise, pick, progress, recorded
 from mrv2.viz import Timeline, theme
-from mrv2.viz.figures import overlap_bars
+from mrv2.viz.figures import bubble_stack, overlap_bars
 
 ON_GPU = torch.cuda.is_available()
 core = EngineCore(
@@ -321,6 +321,23 @@ Timeline(gpu_sync, window=gpu_sync.steps().take(slice(10, 13)), title="H200, V2 
 
 # %%
 Timeline(gpu_async, window=gpu_async.steps().take(slice(10, 13)), title="H200, V2 asynchronous")
+
+# %% [markdown]
+# The gaps of the device in the synchronous run, step by step, are [bubbles](../docs/glossary.md#bubble); each nanosecond of one is given to what the host
+# did meanwhile. **Look for** who fills them: schedule, execute_model, preparation, the wait itself.
+
+# %%
+bubble_stack(gpu_sync.analyze())
+
+# %%
+for name, shown in (("synchronous", gpu_sync), ("asynchronous", gpu_async)):
+    bubbles, num_steps = shown.bubbles(), len(shown.steps())
+    assert sum(bubbles.by_cause().values()) == bubbles.total_ns, "every nanosecond of a bubble has one cause"
+    ahead = shown.steps().run_ahead
+    print(
+        f"{name:13} {bubbles.total_ns / num_steps / 1e3:6.0f} us of bubbles a step; at a launch the host is "
+        f"{np.nanmean(ahead):.2f} steps ahead"
+    )
 
 # %% jupyter={"source_hidden": true}
 walls = [float(np.median(t.steps().wall_ns)) for t in (gpu_sync, gpu_async)]
