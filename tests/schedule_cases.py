@@ -56,7 +56,7 @@ class Case:
             output_copy=self.axes["output_copy"],
             spec_method="off" if self.axes["drafter"] == "none" else "ngram",
             num_spec_tokens=self.axes["num_drafts"],
-            cuda_graphs=self.axes.get("cuda_graphs", "model"),
+            cuda_graphs=self.axes["cuda_graphs"],
         )
 
 
@@ -83,6 +83,7 @@ def draw_case(seed: int) -> Case:
         "output_copy": pick(("side_stream", "main_stream")),
         "drafter": pick(("none", "ngram", "knowing")) if runner == "v2" else "none",
         "num_drafts": int(rng.integers(0, MAX_DRAFTS + 1)),
+        "cuda_graphs": ("model", "step")[seed // 5 % 2],
     }
     requests = []
     for _ in range(int(rng.integers(2, 9))):
@@ -141,7 +142,13 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
         }
     runner = ("v1", "v2")[int(rng.integers(2))]
     depth = int(rng.integers(1, 5 if runner == "v2" else 3))
-    return {"runner": runner, "async_scheduling": bool(rng.integers(2)), "queue_depth": depth}
+    graphs = ("model", "step")[int(rng.integers(2))]
+    return {
+        "runner": runner,
+        "async_scheduling": bool(rng.integers(2)),
+        "queue_depth": depth,
+        "cuda_graphs": graphs,
+    }
 
 
 def run_case(case: Case, options: dict[str, Any] | None = None) -> None:

@@ -15,11 +15,14 @@ try:
     from triton.experimental.gluon.language.nvidia import ampere
 
     HAS_GLUON = True
+    # the barrier of a program's threads has had two names
+    block_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 except ImportError:
     HAS_GLUON = False
     if not TYPE_CHECKING:
         # refuses a launch in the words of the stand-in for Triton
         gluon = gl = ampere = triton
+    block_barrier = None
 
 
 def is_gluon(kernel: Any) -> bool:
@@ -27,4 +30,4 @@ def is_gluon(kernel: Any) -> bool:
     return bool(getattr(kernel, "is_gluon", lambda: False)())
 
 
-__all__ = ["HAS_GLUON", "ampere", "gl", "gluon", "is_gluon"]
+__all__ = ["HAS_GLUON", "ampere", "block_barrier", "gl", "gluon", "is_gluon"]

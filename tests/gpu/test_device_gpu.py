@@ -219,7 +219,7 @@ def test_device_spans_lie_on_the_host_clock_in_order_and_cost_no_sync(
 
 
 def test_many_spans_reuse_their_events(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mrv2.device.cuda_clock._MAX_PENDING", 100)
+    monkeypatch.setattr("mrv2.device.cuda_clock.NUM_EVENTS", 100)
     x = device.zeros(1)
     with recording(device) as rec:
         for _ in range(3000):

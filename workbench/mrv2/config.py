@@ -39,11 +39,14 @@ class Knobs:
         "How far the host lane runs ahead of the device lane.",
         (1, 2, 3, 4),
     )
-    cuda_graphs: Literal["off", "model"] = _knob(
+    cuda_graphs: Literal["off", "model", "step"] = _knob(
         "model",
         "T",
-        "Replay the forward pass as one CUDA graph per bucket; 'off' launches every kernel from Python.",
-        "Off: the host lane's forward stage grows to the sum of its launches. No effect without CUDA.",
+        "What one CUDA graph per bucket replays: 'model' the forward pass; 'step' everything of a decode step, from "
+        "staged writes to post_update, and 'model' for the batches that this does not cover (prompts, drafts, sampler "
+        "features, log-probabilities, grammars, runner v1); 'off' launches every kernel from Python.",
+        "off: the host lane's forward stage grows to the sum of its launches. step: one step_graph stage in the main "
+        "lane, and a short execute_model above it. Without CUDA only 'step' has an effect: the same stage, no graph.",
     )
     spec_method: Literal["off", "ngram"] = _knob(
         "off",

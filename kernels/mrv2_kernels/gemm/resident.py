@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from mrv2_kernels._gluon import ampere, gl, gluon
+from mrv2_kernels._gluon import ampere, block_barrier, gl, gluon
 from mrv2_kernels._triton import cdiv
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
@@ -104,7 +104,7 @@ def _resident_linear_kernel(
         size = num_rows.to(gl.int64) * num_outputs
         gl.store(partials_ptr + split * size + offsets, out, mask=o_mask)
         # all warps' sums are stored before one of them counts
-        gl.barrier()
+        block_barrier()
         counter_ptr = counters_ptr + gl.program_id(2) * gl.num_programs(0) + tile
         arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:

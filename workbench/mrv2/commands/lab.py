@@ -26,9 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "that is written into the folder.",
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where to work (default: here)")
-    parser.add_argument(
-        "--model", default=DEFAULT_MODEL, help="model of a notebook that is written (default: %(default)s)"
-    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="of a notebook that is written (default: %(default)s)")
     parser.add_argument("--port", type=int, help="port to listen on")
     parser.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
     parser.add_argument("--app", action="store_true", help="show the panel alone, as a page (needs voila)")

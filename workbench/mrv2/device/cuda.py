@@ -116,6 +116,7 @@ class CudaDevice(Device):
         super().__init__(torch.device("cuda", self.index), poison)
         torch.cuda.set_device(self.index)
         self.clock: SpanClock | None = None
+        self._timing_events: list[torch.cuda.Event] = []
         self.capturing = False
         self.closed = False
         # the pool that all graphs share, and a graph that keeps it: it goes with the last graph that uses it
@@ -180,7 +181,7 @@ class CudaDevice(Device):
 
     def start_recording(self, rec: Recorder) -> None:
         super().start_recording(rec)
-        self.clock = SpanClock(self.torch_device, rec)
+        self.clock = SpanClock(self.torch_device, rec, self._timing_events)
 
     def stop_recording(self) -> None:
         super().stop_recording()

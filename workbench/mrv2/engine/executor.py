@@ -139,10 +139,13 @@ class UniProcExecutor:
             self.runner = runner
 
     def capture_graphs(self) -> None:
-        """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary (CUDA only)."""
-        if self.device.type == "cuda" and self.forward.missing(self.knobs):
+        """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary."""
+        graph_sets = (self.forward, *self._runner(self.knobs.runner).graph_sets)
+        wanted = [graph_set for graph_set in graph_sets if graph_set.missing(self.knobs)]
+        for graph_set in wanted:
             self._make_inert()
-            self.forward.capture(self.device.main, self.knobs)
+            graph_set.capture(self.device.main, self.knobs)
+        if wanted:
             self.device.synchronize("graph capture")
 
     def shutdown(self) -> None:
@@ -214,6 +217,9 @@ class UniProcExecutor:
         # raw logits of every row, their float32 copy, and what top-k/top-p, logprobs and processors keep beside it
         num_copies = 3 + 2 * bool(self.processors)
         logits = rows * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
+        if self.model_state.step_graphs:
+            # the graphs' pool holds them once more
+            logits *= 2
         # the logits of one pass over prompt tokens
         logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")

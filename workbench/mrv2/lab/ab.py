@@ -233,6 +233,7 @@ def run_ab(
     finally:
         driver.drain(abort=True)
         driver.client.set(**before)
+        driver.snapshot = driver.client.snapshot()
         driver.windows.enabled, driver.paused, driver.busy_with = windows_enabled, paused, ""
     result.runs.sort(key=lambda run: (run.side, run.repetition))
     return result

@@ -221,9 +221,10 @@ class Driver:
             return
         self.snapshot = self.client.snapshot()
         now = time.monotonic()
-        intent.apply(self.snapshot.knobs_since, now - began)
         self.metrics.mark(now, self.snapshot.knobs_since, describe_changes(intent.changes))
-        self._next_view = float("-inf")
+        # whoever sees it applied sees the new knobs too
+        self.view = self._make_view(now)
+        intent.apply(self.snapshot.knobs_since, now - began)
 
     def _serve(self, now: float) -> None:
         for due in self._generator.due(now, len(self._load_ids)):

@@ -99,7 +99,8 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def _pairs(words: list[str]) -> list[tuple[str, str]]:
-    pairs = [tuple(word.partition("=")[::2]) for word in words]
+    parts = [word.partition("=") for word in words]
+    pairs = [(name, text) for name, _, text in parts]
     if not pairs or any(not name or not text for name, text in pairs):
         raise ConfigError("write settings as name=value, for example: %wb set async_scheduling=off")
     return pairs

@@ -137,7 +137,7 @@ class Metrics:
         self.series["idle_pct"].add(now, None if idle is None else 100 * idle)
 
     def view(self, now: float, seconds: float = 60.0) -> dict[str, Any]:
-        """Return the last `seconds` (all, while it is younger) as the panel draws them; times are seconds before `now`."""
+        """Return the last `seconds` (all, while it is younger) for the panel; times are seconds before `now`."""
         seconds = round(min(seconds, max(now - self.start, 10.0)), 1)
         since = now - seconds
         return {

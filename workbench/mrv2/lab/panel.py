@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrv2.errors import ConfigError
 from mrv2.lab.details import DETAILS
+from mrv2.lab.intents import Intent
 from mrv2.lab.load import MODE_HELP
 from mrv2.lab.metrics import METRICS
 from mrv2.lab.packs import load_pack, pack_names
@@ -106,6 +107,8 @@ class Panel:
             self.timeline.close()
             self.timeline = None
         self.widget.on_msg(self._receive, remove=True)
+        # a widget's layout is a widget too, and does not go with it
+        self.widget.layout.close()
         self.widget.close()
 
     @property
@@ -143,11 +146,13 @@ class Panel:
         while self._todo:
             self._todo.popleft()()
         workbench, widget, now = self.workbench, self.widget, self._clock()
+        # before the view: an intent that is applied here has its knobs there
+        log, by_knob = workbench.intents[-8:], workbench.driver.intents.by_knob()
         view = workbench.view
         with widget.hold_sync():
             widget.beat = int((now - self.started) / BEAT_S)
             self._paint_status(view)
-            self._paint_knobs(view)
+            self._paint_knobs(view, log, by_knob)
             if view.number != self._shown_view:
                 self._shown_view = view.number
                 widget.streams = view.streams
@@ -178,8 +183,7 @@ class Panel:
             "hold": self.hold,
         }
 
-    def _paint_knobs(self, view: Any) -> None:
-        log = self.workbench.intents[-8:]
+    def _paint_knobs(self, view: Any, log: list[Intent], by_knob: dict[str, Any]) -> None:
         state = (tuple(view.snapshot.knobs.items()), tuple((i.number, i.state) for i in log))
         if state == self._knob_state:
             return
@@ -198,13 +202,13 @@ class Panel:
             "why": why,
             "effects": effects,
             "preset": match,
-            "intents": self.workbench.driver.intents.by_knob(),
+            "intents": by_knob,
             "log": [intent.as_dict() for intent in reversed(log)],
         }
 
     def _paint_window(self) -> None:
         window = self.workbench.driver.window
-        if window is None or window.number == self._shown_window or self._is_held():
+        if window is None or window.number == self._shown_window or self.hold:
             return
         self._shown_window = window.number
         if self.timeline is None:
@@ -221,14 +225,6 @@ class Panel:
             "idle": window.idle,
             "syncs": window.syncs,
         }
-
-    def _is_held(self) -> bool:
-        """Whether the reader looks at a part of the window that is shown."""
-        if self.hold or self.timeline is None:
-            return self.hold
-        (a, b), index = self.timeline.window, self.timeline.index
-        self.hold = b - a < 0.97 * (index.end - index.origin)
-        return self.hold
 
     # ---- messages of the page, on whatever thread the kernel takes them
 

@@ -15,6 +15,9 @@ class PanelView {
     this.build();
     this.setTheme();
     this.observer = onThemeChange(() => this.setTheme());
+    // what stands behind the panel is known once it is on the page
+    this.sized = new ResizeObserver(() => this.setTheme());
+    this.sized.observe(root);
     this.events = {
       status: () => this.drawStatus(), knobs: () => this.drawKnobs(), metrics: () => this.drawMetrics(), streams: () => this.drawStreams(),
       window: () => this.drawWindow(), detail: () => this.drawDetail(), timeline: () => this.attachTimeline(),
@@ -30,12 +33,15 @@ class PanelView {
   close() {
     clearInterval(this.timer);
     this.observer.disconnect();
+    this.sized.disconnect();
     this.handlers.forEach(([name, act]) => this.model.off(name, act));
     this.timelineView?.remove?.();
   }
 
   setTheme() {
-    const name = detectTheme(this.root), theme = this.spec.themes[name];
+    const name = detectTheme(this.root);
+    if (name === this.root.dataset.theme) return;
+    const theme = this.spec.themes[name];
     this.root.dataset.theme = name;
     for (const key of ["background", "text", "muted", "grid", "accent"]) this.root.style.setProperty(`--lab-${key}`, theme[key]);
   }
@@ -61,7 +67,9 @@ class PanelView {
     this.state, this.counts, make("div", { class: "row" }, this.startButton, this.pauseButton, this.stopButton));
     this.lost = make("p", { class: "banner lost", role: "alert", hidden: true }, "The kernel does not answer. It was restarted, or a cell keeps it busy; after a restart run the cells again.");
     this.error = make("div", { class: "banner error", role: "alert", hidden: true });
-    this.main = make("div", { class: "main" }, this.buildMetrics(), make("div", { class: "columns" }, this.buildControls(), this.buildStreams()), this.buildTabs());
+    // cause and effect on one screen: the knobs beside the timeline
+    const right = make("div", { class: "right" }, this.buildTabs(), this.buildStreams());
+    this.main = make("div", { class: "main" }, this.buildMetrics(), make("div", { class: "columns" }, this.buildControls(), right));
     this.root.replaceChildren(header, this.lost, this.error, this.main);
   }
 
@@ -182,7 +190,9 @@ class PanelView {
     }
     this.loadInputs.get("rate").disabled = status.load.mode !== "poisson";
     if (status.error?.number !== this.errorNumber) this.drawError(status.error);
-    this.hold?.toggleAttribute("hidden", !status.hold);
+    this.hold.toggleAttribute("hidden", !status.hold);
+    this.holdButton.toggleAttribute("hidden", status.hold);
+    this.holding = false;
   }
 
   drawError(error) {
@@ -223,8 +233,9 @@ class PanelView {
   }
 
   updateCard(card, stream) {
-    const speed = stream.tpot ? ` \u00b7 ${stream.tpot} ms a token` : "", first = stream.ttft ? ` \u00b7 first after ${stream.ttft} ms` : "";
-    card.head.textContent = `${stream.id}${stream.user == null ? "" : ` \u00b7 user ${stream.user}`} \u00b7 ${stream.state} \u00b7 ${stream.num} tokens${first}${speed}`;
+    const speed = stream.tpot ? ` + ${shownNumber(stream.tpot)} ms/tok` : "", first = stream.ttft ? ` \u00b7 ${shownNumber(stream.ttft, 0)} ms` : "";
+    card.head.textContent = `${stream.id.replace("lab-", "#")} \u00b7 ${stream.state} \u00b7 ${stream.num} tok${first}${speed}`;
+    card.head.title = `request ${stream.id}${stream.user == null ? "" : ` of user ${stream.user}`}: time to first token, then time per further token`;
     card.root.dataset.state = stream.state;
     const known = card.first + card.count;
     for (let i = Math.max(known, stream.first); i < stream.first + stream.tokens.length; i++) {
@@ -284,7 +295,11 @@ class PanelView {
     this.hold = make("span", { class: "row", hidden: true }, make("span", { class: "held" }, "held"), button("Back to live", "show the newest steps again", () => this.send({ kind: "follow" }), { "data-act": "follow" }));
     this.timelinePlace = make("div", { class: "timeline" });
     this.syncPlace = make("div", { class: "syncs" });
-    page.append(make("div", { class: "row" }, this.windowNote, button("Hold", "keep these steps on the screen", () => this.send({ kind: "hold" }), { "data-act": "hold" }), this.hold), this.timelinePlace, this.syncPlace);
+    // who looks at a part of these steps does not want others in their place
+    const touched = (event) => { if (!["Tab", "Shift"].includes(event.key) && !this.model.get("status").hold && !this.holding) { this.holding = true; this.send({ kind: "hold" }); } };
+    for (const name of ["pointerdown", "wheel", "keydown"]) this.timelinePlace.addEventListener(name, touched, { capture: true, passive: true });
+    this.holdButton = button("Hold", "keep these steps on the screen", () => this.send({ kind: "hold" }), { "data-act": "hold" });
+    page.append(make("div", { class: "row" }, this.windowNote, this.holdButton, this.hold), this.timelinePlace, this.syncPlace);
   }
 
   async attachTimeline() {

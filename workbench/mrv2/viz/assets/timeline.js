@@ -7,12 +7,13 @@ const ZOOM = 1.6, PAN = 0.25, CLICK_PX = 4;
 
 class TimelineView {
   constructor(root, Plotly, spec, source, options = {}) {
-    Object.assign(this, { root, Plotly, spec, source, options });
+    Object.assign(this, { root, Plotly, source, options });
     this.window = options.window || [0, spec.span];
+    this.spec = spec;
     this.tile = this.waiting = this.selection = null;
     this.dragging = false;
-    this.left = 18 + CHAR_PX * Math.max(...spec.labels.map(([text]) => text.length));
     this.build();
+    this.take(spec);
     this.setTheme(options.theme || detectTheme(root));
     this.observers = [new ResizeObserver(() => this.resize())];
     this.observers[0].observe(this.plot);
@@ -22,7 +23,8 @@ class TimelineView {
   destroy() {
     this.observers.forEach((observer) => observer.disconnect());
     removeEventListener("pointerup", this.pointerUp, true);
-    this.Plotly.purge(this.plot);
+    // plotly must not lose its plot while it draws
+    Promise.resolve(this.drawn).finally(() => this.Plotly.purge(this.plot));
     this.root.replaceChildren();
   }
 
@@ -38,8 +40,7 @@ class TimelineView {
       button("sync", "next host sync (n; previous: p)", () => this.toTick(1)),
       button("\u25d0", "light or dark (t)", () => this.setTheme(this.theme.name === "dark" ? "light" : "dark")),
       this.status);
-    this.legend = make("div", { class: "mrv2-legend" }, ...this.spec.hues.filter((_, i) => this.spec.usedHues.includes(i)).map(
-      (hue) => make("span", {}, make("i", { style: `background:${hue.colour}` }), hue.label)));
+    this.legend = make("div", { class: "mrv2-legend" });
     this.plot = make("div", { class: "mrv2-plot" });
     this.tip = make("div", { class: "mrv2-tip", role: "tooltip", hidden: true });
     this.detail = make("div", { class: "mrv2-detail", "aria-live": "polite" });
@@ -148,9 +149,17 @@ class TimelineView {
     this.draw();
   }
 
-  // Another recording with the same rows.
+  take(spec) {
+    this.spec = spec;
+    this.left = 18 + CHAR_PX * Math.max(...spec.labels.map(([text]) => text.length));
+    this.legend.replaceChildren(...spec.hues.filter((_, i) => spec.usedHues.includes(i)).map(
+      (hue) => make("span", {}, make("i", { style: `background:${hue.colour}` }), hue.label)));
+  }
+
+  // Another recording in the place of this one.
   replace(spec, window, tile) {
-    Object.assign(this, { spec, window, selection: null, highlight: null });
+    this.take(spec);
+    Object.assign(this, { window, selection: null, highlight: null });
     this.detail.textContent = "";
     this.accept(tile);
   }
@@ -164,7 +173,7 @@ class TimelineView {
       this.plot.on("plotly_relayouting", () => { this.dragging = true; this.tip.hidden = true; });
       this.plot.on("plotly_relayout", () => this.moved());
     }
-    Promise.resolve(drawn).then(() => {
+    this.drawn = Promise.resolve(drawn).then(() => {
       this.root.dataset.drawMs = (performance.now() - began).toFixed(1);
       this.root.dataset.window = this.window.map((edge) => Math.round(edge)).join(",");
     });
