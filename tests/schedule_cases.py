@@ -169,7 +169,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
     )
     knowing = KnowingSpeculator(case.seed)
     if axes["drafter"] == "knowing":
-        core.executor.runner.speculation.speculators["ngram"] = knowing  # type: ignore[attr-defined]
+        core.executor.runner.drafting.speculators["ngram"] = knowing  # type: ignore[attr-defined]
     collector = Collector(core)
     expected = {}
     try:

@@ -27,7 +27,7 @@ def with_knowing(core: EngineCore, *sequences: list[int]) -> EngineCore:
     knowing = KnowingSpeculator(0)
     knowing.rng = type("Never", (), {"random": staticmethod(lambda: 1.0)})()  # type: ignore[assignment]
     knowing.sequences += [list(s) for s in sequences]
-    core.executor.runner.speculation.speculators["ngram"] = knowing  # type: ignore[attr-defined]
+    core.executor.runner.drafting.speculators["ngram"] = knowing  # type: ignore[attr-defined]
     return core
 
 

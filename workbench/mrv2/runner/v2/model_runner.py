@@ -27,6 +27,7 @@ from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.grammar_masks import GrammarMasks
 from mrv2.runner.protocol import GrammarMask, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
+from mrv2.runner.v2.drafting import Drafting
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampler import Sampler, SamplingPlan
 from mrv2.runner.v2.sampling.context import SamplingContext
@@ -84,6 +85,7 @@ class ModelRunnerV2:
             max_num_spec_tokens=r.max_num_spec_tokens,
         )
         self.speculation = Speculation(r, self.state)
+        self.drafting = Drafting(r, self.state)
         self.sampler = Sampler(r, self.state.arena)
         self.upload = StepUpload(
             r.device, self.state.arena, r.max_num_seqs, r.forward.buffers.step_words, depth=r.max_queue_depth + 1
@@ -184,7 +186,7 @@ class ModelRunnerV2:
             num_rejected,
         )
         max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
-        self.speculation.submit_drafts(self.main, self.resources.knobs, batch.idx_mapping, num_sampled, max_len)
+        self.drafting.submit_drafts(self.main, self.resources.knobs, batch.idx_mapping, num_sampled, max_len)
         end_of_step = self.main.record_event()
         self.upload.release(batch, end_of_step)
         self.grammar_masks.release(end_of_step)

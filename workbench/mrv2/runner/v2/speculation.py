@@ -1,4 +1,4 @@
-"""Speculation in the V2 runner: rows for drafts, verification and the next drafts, all on the device.
+"""Speculation in the V2 runner: rows for drafts and their verification, all on the device.
 
     step n     [draft n]: drafts of every row -> draft_tokens [R, K_max]
     step n+1   [prepare]: last sampled token and drafts -> input_ids     (read back from nowhere)
@@ -11,11 +11,8 @@ and learns a step later how many were kept.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from mrv2.config import Knobs
 from mrv2.device import Stream
 from mrv2.instrument import stages
 from mrv2.runner.protocol import SchedulerOutput
@@ -23,57 +20,7 @@ from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.upload import UploadedBatch
 from mrv2_kernels.spec.expand import expand_logit_rows
-from mrv2_kernels.spec.ngram import propose_ngram
 from mrv2_kernels.spec.verify import verify_token_exact
-
-
-class Speculator(Protocol):
-    """Proposes drafts for the next step; device code."""
-
-    def propose(
-        self,
-        state: RequestState,
-        # [B] int32
-        idx_mapping: torch.Tensor,
-        # [B] int32
-        num_sampled: torch.Tensor,
-        num_draft_tokens: int,
-        # bound of every history of the batch, in tokens
-        max_len: int,
-    ) -> None:
-        """Rewrite the batch's rows of ``state.draft_tokens``; -1 = no draft."""
-        ...
-
-
-class NgramSpeculator:
-    """Drafts what followed the last occurrence of the request's own suffix (prompt lookup)."""
-
-    def __init__(self, min_n: int, max_n: int) -> None:
-        self.min_n = min_n
-        self.max_n = max_n
-
-    def propose(
-        self,
-        state: RequestState,
-        # [B] int32
-        idx_mapping: torch.Tensor,
-        # [B] int32
-        num_sampled: torch.Tensor,
-        num_draft_tokens: int,
-        max_len: int,
-    ) -> None:
-        """See `propose_ngram`."""
-        propose_ngram(
-            state.draft_tokens,
-            idx_mapping,
-            state.arena["token_ids"],
-            state.arena["total_len"],
-            num_sampled,
-            num_draft_tokens=num_draft_tokens,
-            min_n=self.min_n,
-            max_n=self.max_n,
-            max_len=max_len,
-        )
 
 
 class Speculation:
@@ -89,7 +36,6 @@ class Speculation:
         # [R * (1 + K)] int32: logits row -> request row, and its place among the request's
         self.logit_slots = device.zeros((rows * self.width,), torch.int32)
         self.local_positions = device.zeros((rows * self.width,), torch.int32)
-        self.speculators: dict[str, Speculator] = {"ngram": NgramSpeculator(*resources.ngram_lengths)}
 
     def submit_logit_rows(
         self, stream: Stream, scheduled: SchedulerOutput, batch: UploadedBatch
@@ -129,21 +75,6 @@ class Speculation:
             batch.num_sampled,
         )
         return sampled, num_sampled, num_rejected
-
-    def submit_drafts(
-        self,
-        stream: Stream,
-        knobs: Knobs,
-        # [B] int32
-        idx_mapping: torch.Tensor,
-        # [B] int32
-        num_sampled: torch.Tensor,
-        max_len: int,
-    ) -> None:
-        """Submit the draft stage, if the knobs ask for drafts."""
-        if knobs.drafting:
-            propose = self.speculators[knobs.spec_method].propose
-            stream.run(stages.DRAFT, propose, self.state, idx_mapping, num_sampled, knobs.num_spec_tokens, max_len)
 
     # Device code.
 

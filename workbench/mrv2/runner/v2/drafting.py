@@ -1,0 +1,90 @@
+"""Drafting in the V2 runner: who proposes the tokens of the next step, and the stage that runs it.
+
+Drafts stay on the device: `Speculator.propose` writes ``state.draft_tokens``, the next step's input
+preparation reads them from there.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from mrv2.config import Knobs
+from mrv2.device import Stream
+from mrv2.instrument import stages
+from mrv2.runner.resources import RunnerResources
+from mrv2.runner.v2.request_state import RequestState
+from mrv2_kernels.spec.ngram import propose_ngram
+
+
+class Speculator(Protocol):
+    """Proposes drafts for the next step; device code."""
+
+    def propose(
+        self,
+        state: RequestState,
+        # [B] int32
+        idx_mapping: torch.Tensor,
+        # [B] int32
+        num_sampled: torch.Tensor,
+        num_draft_tokens: int,
+        # bound of every history of the batch, in tokens
+        max_len: int,
+    ) -> None:
+        """Rewrite the batch's rows of ``state.draft_tokens``; -1 = no draft."""
+        ...
+
+
+class NgramSpeculator:
+    """Drafts what followed the last occurrence of the request's own suffix (prompt lookup)."""
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self.min_n = min_n
+        self.max_n = max_n
+
+    def propose(
+        self,
+        state: RequestState,
+        # [B] int32
+        idx_mapping: torch.Tensor,
+        # [B] int32
+        num_sampled: torch.Tensor,
+        num_draft_tokens: int,
+        max_len: int,
+    ) -> None:
+        """See `propose_ngram`."""
+        propose_ngram(
+            state.draft_tokens,
+            idx_mapping,
+            state.arena["token_ids"],
+            state.arena["total_len"],
+            num_sampled,
+            num_draft_tokens=num_draft_tokens,
+            min_n=self.min_n,
+            max_n=self.max_n,
+            max_len=max_len,
+        )
+
+
+class Drafting:
+    """The methods that the engine was loaded with, and the draft stage."""
+
+    def __init__(self, resources: RunnerResources, state: RequestState) -> None:
+        self.state = state
+        self.speculators: dict[str, Speculator] = {"ngram": NgramSpeculator(*resources.ngram_lengths)}
+
+    def submit_drafts(
+        self,
+        stream: Stream,
+        knobs: Knobs,
+        # [B] int32
+        idx_mapping: torch.Tensor,
+        # [B] int32
+        num_sampled: torch.Tensor,
+        max_len: int,
+    ) -> None:
+        """Submit the draft stage, if the knobs ask for drafts."""
+        if knobs.drafting:
+            propose = self.speculators[knobs.spec_method].propose
+            stream.run(stages.DRAFT, propose, self.state, idx_mapping, num_sampled, knobs.num_spec_tokens, max_len)
