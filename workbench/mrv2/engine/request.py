@@ -80,10 +80,6 @@ class Request:
     num_known: int = field(init=False)
     # known tokens at which the request ends by length
     max_len: int = field(init=False)
-    # its sampling does not depend on the tokens just before, which drafts may still be
-    may_draft: bool = field(init=False)
-    # it needs batches with one logits row a request
-    one_row: bool = field(init=False)
     # None = no log-probabilities of the prompt are wanted
     prompt_logprobs: PromptCollector | None = field(init=False, default=None)
 
@@ -93,11 +89,6 @@ class Request:
         if self.sampling.num_prompt_logprobs >= 0:
             self.prompt_logprobs = PromptCollector(self.prompt_len)
         self.max_len = min(self.prompt_len + self.max_tokens, self.max_model_len)
-        s = self.sampling
-        self.may_draft = not (s.has_penalty or s.bad_words or s.thinking)
-        wants_logprobs = s.num_logprobs >= 0 or s.logprob_token_ids or s.num_prompt_logprobs >= 0
-        has_grammar = self.message.params.structured_outputs is not None
-        self.one_row = bool(wants_logprobs or has_grammar or s.extra_args)
 
     @property
     def req_id(self) -> str:

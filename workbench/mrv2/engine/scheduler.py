@@ -84,7 +84,7 @@ class Scheduler:
         self.in_flight: deque[StepRecord] = deque()
         # drafts that each decoding request gets in a step
         self.num_spec_tokens = 0
-        # unfinished requests beside which nobody drafts
+        # unfinished requests that follow a grammar, beside which nobody drafts
         self._num_undraftable = 0
         self.stats = SchedulerStats()
         self.step = 0
@@ -98,7 +98,7 @@ class Scheduler:
         """Queue a request; the caller has checked that it can be served at all."""
         assert request.req_id not in self.requests, f"request id {request.req_id} is in use"
         self.requests[request.req_id] = request
-        self._num_undraftable += request.one_row
+        self._num_undraftable += request.message.params.structured_outputs is not None
         insort(self.waiting, request, key=lambda r: r.key)
 
     def abort(self, req_ids: Iterable[str]) -> list[EngineOutput]:
@@ -187,8 +187,11 @@ class Scheduler:
         sampled, num_sampled = output.sampled_token_ids.tolist(), output.num_sampled.tolist()
         results: list[EngineOutput] = []
         block_size = self.kv.block_size
+        # of the request among the logits rows of the step
+        logits_row = 0
         for row, entry in enumerate(record.entries):
             request, yields_token = entry.request, entry.yields_token
+            first_row, logits_row = logits_row, logits_row + 1 + entry.num_drafts
             if request.status is RequestStatus.FINISHED:
                 self._count_waste(request, num_sampled[row])
                 continue
@@ -204,7 +207,7 @@ class Scheduler:
             if row in output.prompt_logprobs and request.prompt_logprobs is not None:
                 request.prompt_logprobs.add(output.prompt_logprobs[row])
             if yields_token:
-                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row))
+                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row, first_row))
             if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
                 self.kv.publish(request)
         return results
@@ -243,12 +246,8 @@ class Scheduler:
             assert not (waiting and r.has_row and r.req_id not in self._freed), f"{r.req_id}: waits but keeps a row"
 
     def _num_drafts(self, request: Request, budget: int) -> int:
-        """Return the drafts that a decoding request gets in this step.
-
-        None for a request whose sampling looks at the tokens before it, and none for anybody while
-        some request needs one logits row a request (log-probabilities, grammars, plug-ins).
-        """
-        if not self.num_spec_tokens or self._num_undraftable or not request.may_draft:
+        """Return the drafts that a decoding request gets in this step; none while somebody follows a grammar."""
+        if not self.num_spec_tokens or self._num_undraftable:
             return 0
         room = min(request.max_len - 1 - request.num_computed, budget) - 1
         return max(0, min(self.num_spec_tokens, room)) if request.num_computed >= request.prompt_len else 0
@@ -343,24 +342,26 @@ class Scheduler:
             request.num_computed -= rejected
             request.num_confirmed -= rejected
 
-    def _deliver(self, request: Request, tokens: list[int], output: StepOutput, row: int) -> EngineOutput:
+    def _deliver(
+        self, request: Request, tokens: list[int], output: StepOutput, row: int, first_row: int
+    ) -> EngineOutput:
         """Append a step's tokens up to the one that ends the request, and report them."""
         result = EngineOutput(req_id=request.req_id, new_token_ids=[])
         if request.num_outputs == 0:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
             if request.prompt_logprobs is not None:
                 result.prompt_logprobs = request.prompt_logprobs.take()
-        if row in output.errors:
-            request.dead_end, tokens = output.errors[row], [-1]
-        for token in tokens:
+        if row in output.errors and -1 in tokens:
+            request.dead_end = output.errors[row]
+        for place, token in enumerate(tokens):
             result.finish_reason, result.stop_reason = self._take_token(request, token)
             if result.finish_reason == "error":
                 break
             result.new_token_ids.append(token)
             if output.logprobs is not None or output.wide_logprobs:
-                # such a batch gets no drafts: one token a request
-                logprob = token_logprob(output, row, request.sampling)
-                result.logprobs = None if logprob is None else [logprob]
+                logprob = token_logprob(output, row, first_row, place, request.sampling)
+                if logprob is not None:
+                    result.logprobs = [*(result.logprobs or []), logprob]
             if result.finish_reason is not None:
                 break
         if result.finish_reason is not None:
@@ -394,7 +395,7 @@ class Scheduler:
         self._give_up_row(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         del self.requests[request.req_id]
-        self._num_undraftable -= request.one_row
+        self._num_undraftable -= request.message.params.structured_outputs is not None
 
     def _preempt(self, request: Request) -> None:
         self._remove(self.running, request)

@@ -148,13 +148,14 @@ class StepOutput:
     sampled_token_ids: np.ndarray
     # [B] int32: 0 for a non-final prefill chunk
     num_sampled: np.ndarray
-    # n = B; None = no request wants up to `MAX_LOGPROBS` of them
+    # n = logits rows, 1 + drafts a request, the first ones those of its emitted tokens; None = no request wants up to
+    # `MAX_LOGPROBS` of them
     logprobs: LogprobRows | None = None
-    # batch row -> its own log-probabilities (n = 1), where they are more, or of named tokens
+    # batch row -> its own log-probabilities (n = 1 + drafts), where they are more, or of named tokens
     wide_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     # batch row -> runs of its prompt, in order
     prompt_logprobs: dict[int, list[PromptLogprobRows]] = field(default_factory=dict)
-    # batch row -> why its request cannot go on (a logits processor failed)
+    # batch row -> why a logits row of it holds NaN (a logits processor failed); of no account if it yields no -1
     errors: dict[int, str] = field(default_factory=dict)
 
 

@@ -153,7 +153,7 @@ class ModelRunnerV2:
         assert self._pending is not None, "sample_tokens needs an execute_model before it"
         (scheduled, batch, forward_batch, plan, holder), self._pending = self._pending, None
         num_reqs, num_drafts = scheduled.num_reqs, int(scheduled.num_draft_tokens.sum())
-        assert not num_drafts or (grammar is None and plan.logprobs is None), "such a batch gets no drafts"
+        assert not num_drafts or grammar is None, "such a batch gets no drafts"
         if grammar is not None:
             # one logits row a request, in scheduling order
             self.grammar_masks.submit(grammar.batch_rows, holder)
