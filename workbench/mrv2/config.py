@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mrv2.errors import ConfigError, nearest
+from mrv2.speculators import LOADED_METHODS, parse_speculators
 
 EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes the output
 # values of the knob `sampler` that draw the same tokens, as does runner v1
@@ -45,10 +46,12 @@ class Knobs:
         "Replay the forward pass as one CUDA graph per bucket; 'off' launches every kernel from Python.",
         "Off: the host lane's forward stage grows to the sum of its launches. No effect without CUDA.",
     )
-    spec_method: Literal["off", "ngram"] = _knob(
+    spec_method: Literal["off", "ngram", "draft_model", "eagle3", "mtp"] = _knob(
         "off",
         "T",
-        "Who drafts tokens for the target to verify: 'ngram' looks up what followed the request's own suffix.",
+        "Who drafts tokens for the target to verify. 'ngram' looks up what followed the request's own suffix; the "
+        "others must be loaded with `speculators`: 'draft_model' is a smaller language model, 'eagle3' and 'mtp' are "
+        "heads on the target's hidden states. When one of them is switched on, running requests are recomputed once.",
         "The draft stage behind post_update, and how many steps a request needs.",
     )
     num_spec_tokens: int = _knob(
@@ -176,6 +179,10 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     # most drafts a request may get in a step: 0 = the engine cannot speculate
     max_num_spec_tokens: int = 0
+    # drafters to load, each "method" or "method=model" (`mrv2.speculators`)
+    speculators: tuple = ()
+    # refuse a draft head that was trained on other weights than the target's, instead of warning
+    strict_speculators: bool = False
     # shortest and longest suffix that spec_method="ngram" looks for, in tokens
     ngram_min: int = 2
     ngram_max: int = 4
@@ -202,6 +209,7 @@ class EngineConfig:
             raise ConfigError(
                 f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must satisfy 1 <= min <= max <= 16"
             )
+        parse_speculators(self.speculators)
         self.check_knobs(self.knobs)
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be at least 0, or -1 (the whole vocabulary)")
@@ -219,6 +227,12 @@ class EngineConfig:
 
     def check_knobs(self, knobs: Knobs) -> None:
         """Raise `ConfigError` if `knobs` ask for more than was loaded."""
+        method, loaded = knobs.spec_method, parse_speculators(self.speculators)
+        if method in LOADED_METHODS and method not in loaded:
+            raise ConfigError(
+                f"spec_method={method!r}: the engine was loaded with speculators={self.speculators!r}, which keeps no "
+                f"memory for it; load it with speculators=({method!r},), or with a model as '{method}=MODEL'"
+            )
         if knobs.spec_method != "off" and knobs.num_spec_tokens > self.max_num_spec_tokens:
             raise ConfigError(
                 f"spec_method={knobs.spec_method!r} with num_spec_tokens={knobs.num_spec_tokens}: the engine was "

@@ -185,8 +185,7 @@ class ModelRunnerV2:
             num_sampled,
             num_rejected,
         )
-        max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
-        self.drafting.submit_drafts(self.main, self.resources.knobs, batch.idx_mapping, num_sampled, max_len)
+        self.drafting.submit_drafts(self.main, self.resources.knobs, scheduled, batch.idx_mapping, num_sampled)
         end_of_step = self.main.record_event()
         self.upload.release(batch, end_of_step)
         self.grammar_masks.release(end_of_step)
