@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mrv2.errors import ConfigError, nearest
-from mrv2.speculators import LOADED_METHODS, parse_speculators
+from mrv2.speculators import LOADED_METHODS, MODEL_METHODS, parse_speculators
 
 EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes the output
 # values of the knob `sampler` that draw the same tokens, as does runner v1
@@ -60,6 +60,23 @@ class Knobs:
         "Drafts per request and step; at most max_num_spec_tokens, which is fixed at load.",
         "A longer forward stage against fewer steps.",
         tuple(range(9)),
+    )
+    verification: Literal["token_exact", "standard", "block", "synthetic"] = _knob(
+        "token_exact",
+        "D",
+        "When a draft is accepted. token_exact: if it is the token that the target itself draws there, so that a "
+        "request says the same with drafts and without. standard: with the probability that keeps the target's "
+        "distribution (rejection sampling). block: the same for the drafts of a step together, which accepts at least "
+        "as many. synthetic: by the rates given at load, whatever the target says; a benchmark, not a text.",
+        "The verify stage, and the mean accepted length; synthetic shows what a better drafter would bring.",
+    )
+    draft_sampling: Literal["greedy", "sampled"] = _knob(
+        "greedy",
+        "T",
+        "How drafters with weights choose drafts: the likeliest tokens, or draws with the request's temperature, "
+        "top-k, top-p and min-p. With verification='token_exact' the draws share the target's noise, so that random "
+        "requests agree more often; otherwise they have their own and the probabilities go to the verification.",
+        "Acceptance of requests with a temperature, against a longer draft stage.",
     )
     output_copy: Literal["side_stream", "main_stream"] = _knob(
         "side_stream",
@@ -122,6 +139,8 @@ class Knobs:
 
     def promises_tokens_of(self, other: Knobs) -> bool:
         """Say whether both settings give a request the same tokens, and not just the same distribution."""
+        if any(knobs.drafting and knobs.verification != "token_exact" for knobs in (self, other)):
+            return False
         return self.sampler == other.sampler or {self.sampler, other.sampler} <= set(SAME_TOKEN_SAMPLERS)
 
     @property
@@ -183,9 +202,15 @@ class EngineConfig:
     speculators: tuple = ()
     # refuse a draft head that was trained on other weights than the target's, instead of warning
     strict_speculators: bool = False
+    # keep memory for the probabilities of sampled drafts, which verification by 'standard' and 'block' needs
+    draft_probabilities: bool = True
     # shortest and longest suffix that spec_method="ngram" looks for, in tokens
     ngram_min: int = 2
     ngram_max: int = 4
+    # verification="synthetic" may be chosen: what the engine says then means nothing
+    benchmark: bool = False
+    # how often draft 1, 2, ... is accepted after those before it, for verification="synthetic"
+    synthetic_acceptance: tuple = ()
     # library for structured outputs: "auto" = loaded by the first request that needs it, "xgrammar" = at once
     grammar_backend: Literal["auto", "xgrammar"] = "auto"
     # classes, or texts "module:Class", beside those of installed packages (`mrv2.logits_processor`)
@@ -210,6 +235,8 @@ class EngineConfig:
                 f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must satisfy 1 <= min <= max <= 16"
             )
         parse_speculators(self.speculators)
+        if not all(0.0 <= rate <= 1.0 for rate in self.synthetic_acceptance):
+            raise ConfigError(f"synthetic_acceptance={self.synthetic_acceptance} must be rates between 0 and 1")
         self.check_knobs(self.knobs)
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be at least 0, or -1 (the whole vocabulary)")
@@ -238,3 +265,22 @@ class EngineConfig:
                 f"spec_method={knobs.spec_method!r} with num_spec_tokens={knobs.num_spec_tokens}: the engine was "
                 f"loaded with max_num_spec_tokens={self.max_num_spec_tokens}; load it with more, or draft less"
             )
+        by_probability = knobs.verification in ("standard", "block")
+        if method in MODEL_METHODS and knobs.draft_sampling == "sampled" and by_probability:
+            if not self.draft_probabilities:
+                raise ConfigError(
+                    f"draft_sampling='sampled' with verification={knobs.verification!r} needs the probabilities of "
+                    "every draft, the engine was loaded with draft_probabilities=False, which keeps no memory for "
+                    "them; load it without, or choose draft_sampling='greedy' or verification='token_exact'"
+                )
+        if knobs.verification == "synthetic":
+            if not self.benchmark:
+                raise ConfigError(
+                    "verification='synthetic' accepts drafts by chance and not by the target: load the engine with "
+                    "benchmark=True and synthetic_acceptance, or choose 'token_exact', 'standard' or 'block'"
+                )
+            if len(self.synthetic_acceptance) < knobs.num_spec_tokens:
+                raise ConfigError(
+                    f"verification='synthetic' with num_spec_tokens={knobs.num_spec_tokens} needs a rate for every "
+                    f"draft, the engine was loaded with synthetic_acceptance={self.synthetic_acceptance}"
+                )

@@ -137,8 +137,17 @@ def _speculators(value: Any) -> tuple[str, ...] | None:
     return tuple(value) or None
 
 
+def _rates(value: Any) -> tuple[float, ...]:
+    """A list of numbers, or a text ``0.9,0.8``."""
+    try:
+        return tuple(float(rate) for rate in (value.split(",") if isinstance(value, str) else value))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"synthetic_acceptance={value!r} must be a list of rates, as 0.9,0.8,0.6") from error
+
+
 _RENAMED = {
     "speculators": Option("speculators", _speculators),
+    "synthetic_acceptance": Option("synthetic_acceptance", _rates),
     "logits_processors": Option("logits_processors", _logits_processors),
     "num_gpu_blocks_override": Option("num_gpu_blocks"),
     "enforce_eager": Option("knobs.cuda_graphs", _enforce_eager),

@@ -160,7 +160,8 @@ class EngineCore:
         self.executor.set_knobs(knobs)
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
-        if knobs.spec_method != self.knobs.spec_method:
+        rules = [(k.spec_method, k.verification, k.draft_sampling) for k in (self.knobs, knobs)]
+        if rules[0] != rules[1]:
             self.scheduler.forget_drafts()
         self.knobs = knobs
         self._use_drafter()

@@ -74,6 +74,11 @@ class UniProcExecutor:
             max_model_len=config.max_model_len,
         )
         self.drafters = load_drafters(config, self.model, found.folder)
+        if config.draft_probabilities and config.max_num_spec_tokens:
+            for drafter in self.drafters:
+                drafter.keep_probabilities(
+                    self.device, max_num_seqs=config.max_num_seqs, max_num_spec_tokens=config.max_num_spec_tokens
+                )
         self.vocab_size = self.model.config.vocab_size
         self.max_model_len = self.model.max_model_len
         self.model_state = resolve_model_state(self.model)
@@ -112,6 +117,7 @@ class UniProcExecutor:
             max_queue_depth=MAX_QUEUE_DEPTH,
             max_num_spec_tokens=config.max_num_spec_tokens,
             ngram_lengths=(config.ngram_min, config.ngram_max),
+            synthetic_acceptance=config.synthetic_acceptance,
             knobs=self.knobs,
             drafters=self.drafters,
             processors=self.processors,
@@ -138,8 +144,9 @@ class UniProcExecutor:
 
     def set_knobs(self, knobs: Knobs) -> None:
         """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows."""
-        runner = self._runner(knobs.runner)
+        runner, before = self._runner(knobs.runner), self.knobs
         self.knobs = self.resources.knobs = knobs
+        runner.knobs_changed(before)
         self.capture_graphs()
         if runner is not self.runner:
             self.runner.reset()
@@ -220,11 +227,13 @@ class UniProcExecutor:
         key = forward.buckets.key(tokens, rows, 0)
         batch = forward.make_batch(key, num_reqs=rows, max_query_len=tokens, knobs=self.knobs)
         forward.run(key, batch, self.device.main, self.knobs.with_changes(cuda_graphs="off", attention="triton"))
-        # raw logits of every row, their float32 copy, and what top-k/top-p, logprobs and processors keep beside it
+        # raw logits of every row (drafts have theirs), their float32 copy, and what top-k/top-p, logprobs and
+        # processors keep beside it
         num_copies = 3 + 2 * bool(self.processors)
-        logits = rows * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
+        num_logits = min(rows * (1 + config.max_num_spec_tokens), self.buffers.input_ids.shape[0])
+        logits = num_logits * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
         # a drafter's pass over the step beside what the target's left, and its logits
-        logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 8) for d in self.drafters), default=0)
+        logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 12) for d in self.drafters), default=0)
         # the logits of one pass over prompt tokens
         logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")

@@ -17,7 +17,9 @@ from typing import Literal, cast
 import torch
 
 from mrv2.config import EngineConfig
+from mrv2.device import Device
 from mrv2.errors import ConfigError
+from mrv2.runner.v2.draft_distribution import DraftDistribution
 from mrv2.speculators import parse_speculators
 from mrv2_models.attention import AttentionMetadata
 from mrv2_models.causal_lm import CausalLM
@@ -45,6 +47,8 @@ class LoadedDrafter(ABC):
     def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
         self.groups = group_specs(specs)
         self.kv_caches = []
+        # None = no memory is kept for the probabilities of drafts
+        self.distribution: DraftDistribution | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -54,6 +58,16 @@ class LoadedDrafter(ABC):
     def allocate(self, num_blocks: int, empty_fn: EmptyFn) -> None:
         """Take the memory of the KV cache."""
         self.kv_caches = allocate_kv_caches(self.groups, num_blocks, empty_fn)
+
+    def keep_probabilities(self, device: Device, *, max_num_seqs: int, max_num_spec_tokens: int) -> None:
+        """Take the memory for what drafts are drawn from."""
+        self.distribution = DraftDistribution.make(
+            device,
+            max_num_seqs=max_num_seqs,
+            max_num_spec_tokens=max_num_spec_tokens,
+            draft_vocab_size=self.draft_vocab_size,
+            to_target=self.to_target,
+        )
 
     # tapped [T, taps * H], final [T, H] -> [T, H]
     @abstractmethod

@@ -33,6 +33,8 @@ class RunnerResources:
     max_num_spec_tokens: int
     # shortest and longest suffix that n-gram drafting looks for
     ngram_lengths: tuple[int, int]
+    # how often draft 1, 2, ... is accepted by verification="synthetic"
+    synthetic_acceptance: tuple[float, ...] = ()
     # replaced by the executor between two steps
     knobs: Knobs
     # drafters with weights that the engine was loaded with

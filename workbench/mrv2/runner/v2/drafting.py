@@ -15,7 +15,7 @@ from mrv2.device import Stream
 from mrv2.instrument import stages
 from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.resources import RunnerResources
-from mrv2.runner.v2.drafters.chain import ChainShape, DraftBuffers, fill_starts, run_chain
+from mrv2.runner.v2.drafters.chain import ChainShape, DraftBuffers, DraftChoice, fill_starts, run_chain
 from mrv2.runner.v2.request_state import RequestState
 from mrv2_kernels.spec.ngram import propose_ngram
 
@@ -108,9 +108,16 @@ class Drafting:
                 max_query_len=max_query_len,
                 uniform=scheduled.total_tokens == num_reqs * max_query_len,
                 num_drafts=knobs.num_spec_tokens,
+                choice=_choice(knobs),
             )
             stream.run(stages.DRAFT, run_chain, drafter, shape, self.target, self.buffers, self.state, self.block_size)
         elif knobs.drafting:
             propose = self.speculators[knobs.spec_method].propose
             max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
             stream.run(stages.DRAFT, propose, self.state, idx_mapping, num_sampled, knobs.num_spec_tokens, max_len)
+
+
+def _choice(knobs: Knobs) -> DraftChoice:
+    if knobs.draft_sampling == "greedy":
+        return "greedy"
+    return "own" if knobs.verification in ("standard", "block") else "shared"

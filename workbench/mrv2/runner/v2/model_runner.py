@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from mrv2.config import Knobs
 from mrv2.instrument import stages
 from mrv2.runner.async_logprobs import LogprobTensors, StepLogprobs
 from mrv2.runner.async_output import OutputSlots, PinnedOutput
@@ -29,8 +30,8 @@ from mrv2.runner.protocol import GrammarMask, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.drafting import Drafting
 from mrv2.runner.v2.request_state import RequestState
-from mrv2.runner.v2.sampler import Sampler, SamplingPlan
-from mrv2.runner.v2.sampling.context import SamplingContext
+from mrv2.runner.v2.sampler import Sampler, SamplingPlan, sample_rows
+from mrv2.runner.v2.sampling.context import LogitsHolder, SamplingContext
 from mrv2.runner.v2.sampling.logprobs import LogprobPlan, WideRow, gather_prompt, gather_sampled
 from mrv2.runner.v2.speculation import Speculation
 from mrv2.runner.v2.upload import StepUpload, UploadedBatch
@@ -42,15 +43,6 @@ from mrv2_kernels.state.block_table import compute_slot_mapping, gather_block_ta
 from mrv2_kernels.state.staged_write import apply_staged_writes
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.model_state import ForwardBatch, ModelState
-
-
-class LogitsHolder:
-    """Carries the logits from one device stage to the next; filled and read in stream order."""
-
-    __slots__ = ("ctx", "logits")
-
-    logits: torch.Tensor
-    ctx: SamplingContext
 
 
 class ExecuteModelState(NamedTuple):
@@ -167,8 +159,13 @@ class ModelRunnerV2:
             self.grammar_masks.submit(grammar.batch_rows, holder)
         # [N, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
         targets = self.device.empty((num_reqs + num_drafts, 1), torch.int64)
-        self.main.run(stages.SAMPLE, self._sample, holder, self.sampler, plan, targets)
-        verified = self.speculation.submit_verification(self.main, scheduled, batch, targets) if num_drafts else None
+        verified = None
+        if num_drafts:
+            verified = self.speculation.submit(
+                self.main, self.resources.knobs, scheduled, batch, holder, self.sampler, plan, targets
+            )
+        else:
+            self.main.run(stages.SAMPLE, sample_rows, holder, self.sampler, plan, targets)
         logprobs = None
         if plan.logprobs is not None:
             logprobs = self._gather_logprobs(plan.logprobs, holder, forward_batch, targets)
@@ -191,9 +188,14 @@ class ModelRunnerV2:
         self.grammar_masks.release(end_of_step)
         return output
 
+    def knobs_changed(self, before: Knobs) -> None:
+        """Let what was prepared under other knobs go; no step is in flight."""
+        self.speculation.knobs_changed(before, self.resources.knobs)
+
     def reset(self) -> None:
         """Forget every request."""
         self.state.reset()
+        self.speculation.forget_drafts()
 
     def _update_rows(self, scheduled: SchedulerOutput) -> np.ndarray:
         """Apply the scheduler's changes to the rows; return the batch as rows. [B] int32"""
@@ -413,10 +415,6 @@ class ModelRunnerV2:
         holder.ctx = SamplingContext(
             batch.idx_mapping, logit_slots, positions, local_positions, logits_indices, buffers.input_ids
         )
-
-    @staticmethod
-    def _sample(holder: LogitsHolder, sampler: Sampler, plan: SamplingPlan, sampled: torch.Tensor) -> None:
-        sampler.sample(holder.logits, holder.ctx, plan, sampled.view(-1))
 
     @staticmethod
     def _gather_sampled(

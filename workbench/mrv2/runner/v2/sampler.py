@@ -17,7 +17,7 @@ from mrv2.runner.protocol import RowSampling, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.arena import DeviceArena
 from mrv2.runner.v2.sampling.bad_words import BAD_WORDS_ROW_WORDS, BadWordsState
-from mrv2.runner.v2.sampling.context import SamplerFeature, SamplingContext
+from mrv2.runner.v2.sampling.context import LogitsHolder, SamplerFeature, SamplingContext
 from mrv2.runner.v2.sampling.logit_bias import BIAS_ROW_WORDS, LogitBiasState
 from mrv2.runner.v2.sampling.logprobs import LOGPROB_IDS_ROW_WORDS, LogprobPlan, LogprobState
 from mrv2.runner.v2.sampling.penalties import PENALTY_WORDS, PenaltyState
@@ -98,8 +98,31 @@ class Sampler:
         sampled: torch.Tensor,
     ) -> None:
         """Draw one token a row; device code."""
+        logits = self._with_features(logits, ctx, plan)
+        self.token_draw.draw(plan.draw, logits, ctx, sampled, may_change=bool(plan.features))
+
+    def target(self, logits: torch.Tensor, ctx: SamplingContext, plan: SamplingPlan) -> torch.Tensor:
+        """Return what verification by probabilities reads; device code. [N, V]
+
+        Divided by the temperature and masked if ``plan.draw.is_truncated``, else without either.
+        """
+        return self.token_draw.target(plan.draw, self._with_features(logits, ctx, plan), ctx)
+
+    @staticmethod
+    def _with_features(logits: torch.Tensor, ctx: SamplingContext, plan: SamplingPlan) -> torch.Tensor:
         if plan.features:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
             for feature, planned in plan.features:
                 feature.apply(logits, ctx, planned)
-        self.token_draw.draw(plan.draw, logits, ctx, sampled, may_change=bool(plan.features))
+        return logits
+
+
+def sample_rows(
+    holder: LogitsHolder,
+    sampler: Sampler,
+    plan: SamplingPlan,
+    # [N, 1] int64, out
+    sampled: torch.Tensor,
+) -> None:
+    """Draw one token a logits row; device code."""
+    sampler.sample(holder.logits, holder.ctx, plan, sampled.view(-1))

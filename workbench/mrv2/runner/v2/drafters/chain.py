@@ -13,6 +13,7 @@ Legend: B requests (padding included), T tokens, R rows, MB blocks a row, V_d dr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -21,6 +22,9 @@ from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.loaded_drafter import LoadedDrafter
 from mrv2.runner.v2.request_state import RequestState
 from mrv2_kernels.sampling.gumbel import gumbel_sample
+from mrv2_kernels.sampling.noise import DRAFT_DOMAIN
+from mrv2_kernels.sampling.truncation import Truncation
+from mrv2_kernels.spec.draft_draw import draw_drafts, keep_draft_probs
 from mrv2_kernels.spec.draft_inputs import advance_draft, prepare_draft_inputs
 from mrv2_models.attention import AttentionMetadata
 
@@ -50,6 +54,10 @@ class DraftBuffers:
         self.no_temperature = device.zeros((rows,), torch.float32)
 
 
+# the likeliest tokens, draws with the target's noise, or draws of their own whose probabilities are kept
+DraftChoice = Literal["greedy", "shared", "own"]
+
+
 @dataclass(frozen=True, slots=True)
 class ChainShape:
     """What the host knows of a chain; with the buffers' contents it decides everything."""
@@ -62,6 +70,7 @@ class ChainShape:
     # every request has max_query_len tokens, so that num_tokens = num_reqs * max_query_len
     uniform: bool
     num_drafts: int
+    choice: DraftChoice
 
 
 def fill_starts(buffers: DraftBuffers) -> None:
@@ -94,7 +103,7 @@ def run_chain(
         if step:
             hidden = drafter.run(ids, hidden, positions, attn)
         drawn = buffers.drawn[:num_reqs]
-        _draw(drafter.logits(hidden), drawn, target, buffers, state)
+        _draw(drafter, drafter.logits(hidden), drawn, shape.choice, step, target, buffers, state)
         advance_draft(
             ids,
             positions,
@@ -166,21 +175,39 @@ def _first_pass(
 
 
 def _draw(
+    drafter: LoadedDrafter,
     # [B, V_d]
     logits: torch.Tensor,
     # [B] int64, out
     drawn: torch.Tensor,
+    choice: DraftChoice,
+    step: int,
     target: ForwardBuffers,
     buffers: DraftBuffers,
     state: RequestState,
 ) -> None:
-    """Take the likeliest token of each row; -1 where there is none."""
-    num_reqs = drawn.shape[0]
-    gumbel_sample(
-        logits,
+    """Choose draft number `step` of each request; -1 where there is none."""
+    num_reqs, arena = drawn.shape[0], state.arena
+    rows, temperature, seeds = target.idx_mapping[:num_reqs], arena["temperature"], arena["seeds"]
+    if choice == "greedy":
+        positions = buffers.step_positions[:num_reqs]
+        gumbel_sample(logits, drawn, buffers.step_starts[:num_reqs], positions, buffers.no_temperature, seeds)
+        return
+    processed = Truncation(arena["min_p"], arena["top_k"], arena["top_p"]).apply(logits, rows, temperature)
+    purpose = (1 + step) * DRAFT_DOMAIN if choice == "own" else 0
+    draw_drafts(
+        processed,
         drawn,
-        buffers.step_starts[:num_reqs],
-        buffers.step_positions[:num_reqs],
-        buffers.no_temperature,
-        state.arena["seeds"],
+        rows,
+        arena["total_len"],
+        drafter.to_target,
+        temperature,
+        seeds,
+        step=step,
+        purpose=purpose,
     )
+    if choice == "own":
+        assert drafter.distribution is not None, "check_knobs refuses draws of their own without memory for them"
+        probs = processed.softmax(dim=-1)
+        starts = target.query_start_loc[: num_reqs + 1]
+        keep_draft_probs(drafter.distribution.probs, probs, drawn, starts, rows, temperature, step=step)

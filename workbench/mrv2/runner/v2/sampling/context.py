@@ -46,6 +46,17 @@ class SamplingContext:
         )
 
 
+class LogitsHolder:
+    """Carries the logits from one device stage to the next; filled and read in stream order."""
+
+    __slots__ = ("ctx", "logits", "target")
+
+    # [N, V]: raw; and as verification reads them, with every feature applied
+    logits: torch.Tensor
+    target: torch.Tensor
+    ctx: SamplingContext
+
+
 class SamplerFeature(Protocol):
     """One feature: host parameters in, logits changed in place on the device.
 
