@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mrv2.errors import ConfigError, nearest
+from mrv2.speculators import LOADED_METHODS, MODEL_METHODS, parse_speculators
 
 EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes the output
 # values of the knob `sampler` that draw the same tokens, as does runner v1
@@ -45,10 +46,12 @@ class Knobs:
         "Replay the forward pass as one CUDA graph per bucket; 'off' launches every kernel from Python.",
         "Off: the host lane's forward stage grows to the sum of its launches. No effect without CUDA.",
     )
-    spec_method: Literal["off", "ngram"] = _knob(
+    spec_method: Literal["off", "ngram", "draft_model", "eagle3", "mtp"] = _knob(
         "off",
         "T",
-        "Who drafts tokens for the target to verify: 'ngram' looks up what followed the request's own suffix.",
+        "Who drafts tokens for the target to verify. 'ngram' looks up what followed the request's own suffix; the "
+        "others must be loaded with `speculators`: 'draft_model' is a smaller language model, 'eagle3' and 'mtp' are "
+        "heads on the target's hidden states. When one of them is switched on, running requests are recomputed once.",
         "The draft stage behind post_update, and how many steps a request needs.",
     )
     num_spec_tokens: int = _knob(
@@ -66,6 +69,14 @@ class Knobs:
         "distribution (rejection sampling). block: the same for the drafts of a step together, which accepts at least "
         "as many. synthetic: by the rates given at load, whatever the target says; a benchmark, not a text.",
         "The verify stage, and the mean accepted length; synthetic shows what a better drafter would bring.",
+    )
+    draft_sampling: Literal["greedy", "sampled"] = _knob(
+        "greedy",
+        "T",
+        "How drafters with weights choose drafts: the likeliest tokens, or draws with the request's temperature, "
+        "top-k, top-p and min-p. With verification='token_exact' the draws share the target's noise, so that random "
+        "requests agree more often; otherwise they have their own and the probabilities go to the verification.",
+        "Acceptance of requests with a temperature, against a longer draft stage.",
     )
     output_copy: Literal["side_stream", "main_stream"] = _knob(
         "side_stream",
@@ -187,6 +198,12 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     # most drafts a request may get in a step: 0 = the engine cannot speculate
     max_num_spec_tokens: int = 0
+    # drafters to load, each "method" or "method=model" (`mrv2.speculators`)
+    speculators: tuple = ()
+    # refuse a draft head that was trained on other weights than the target's, instead of warning
+    strict_speculators: bool = False
+    # keep memory for the probabilities of sampled drafts, which verification by 'standard' and 'block' needs
+    draft_probabilities: bool = True
     # shortest and longest suffix that spec_method="ngram" looks for, in tokens
     ngram_min: int = 2
     ngram_max: int = 4
@@ -217,6 +234,7 @@ class EngineConfig:
             raise ConfigError(
                 f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must satisfy 1 <= min <= max <= 16"
             )
+        parse_speculators(self.speculators)
         if not all(0.0 <= rate <= 1.0 for rate in self.synthetic_acceptance):
             raise ConfigError(f"synthetic_acceptance={self.synthetic_acceptance} must be rates between 0 and 1")
         self.check_knobs(self.knobs)
@@ -236,11 +254,25 @@ class EngineConfig:
 
     def check_knobs(self, knobs: Knobs) -> None:
         """Raise `ConfigError` if `knobs` ask for more than was loaded."""
+        method, loaded = knobs.spec_method, parse_speculators(self.speculators)
+        if method in LOADED_METHODS and method not in loaded:
+            raise ConfigError(
+                f"spec_method={method!r}: the engine was loaded with speculators={self.speculators!r}, which keeps no "
+                f"memory for it; load it with speculators=({method!r},), or with a model as '{method}=MODEL'"
+            )
         if knobs.spec_method != "off" and knobs.num_spec_tokens > self.max_num_spec_tokens:
             raise ConfigError(
                 f"spec_method={knobs.spec_method!r} with num_spec_tokens={knobs.num_spec_tokens}: the engine was "
                 f"loaded with max_num_spec_tokens={self.max_num_spec_tokens}; load it with more, or draft less"
             )
+        by_probability = knobs.verification in ("standard", "block")
+        if method in MODEL_METHODS and knobs.draft_sampling == "sampled" and by_probability:
+            if not self.draft_probabilities:
+                raise ConfigError(
+                    f"draft_sampling='sampled' with verification={knobs.verification!r} needs the probabilities of "
+                    "every draft, the engine was loaded with draft_probabilities=False, which keeps no memory for "
+                    "them; load it without, or choose draft_sampling='greedy' or verification='token_exact'"
+                )
         if knobs.verification == "synthetic":
             if not self.benchmark:
                 raise ConfigError(

@@ -66,6 +66,7 @@ class EngineCore:
             config.block_size,
             self.executor.num_groups,
             enable_prefix_caching=config.enable_prefix_caching,
+            num_drafters=len(self.executor.drafters),
         )
         self.scheduler = Scheduler(
             self.kv,
@@ -74,7 +75,7 @@ class EngineCore:
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
-        self.scheduler.num_spec_tokens = self.knobs.num_spec_tokens if self.knobs.drafting else 0
+        self._use_drafter()
         self._in_flight: deque[AsyncOutput] = deque()
         # what the next `step` returns
         self._ready: list[EngineOutput] = []
@@ -159,8 +160,11 @@ class EngineCore:
         self.executor.set_knobs(knobs)
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
+        rules = [(k.spec_method, k.verification, k.draft_sampling) for k in (self.knobs, knobs)]
+        if rules[0] != rules[1]:
+            self.scheduler.forget_drafts()
         self.knobs = knobs
-        self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
+        self._use_drafter()
         return knobs
 
     @torch.no_grad()
@@ -197,6 +201,18 @@ class EngineCore:
         self._in_flight.clear()
         self.grammars.close()
         self.executor.shutdown()
+
+    def _use_drafter(self) -> None:
+        """Tell the scheduler who drafts, and how much."""
+        knobs = self.knobs
+        self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
+        filling, extra = 0, 1
+        for bit, drafter in enumerate(self.executor.drafters):
+            if drafter.method == knobs.spec_method:
+                filling, extra = 1 << bit, drafter.extra
+        # the last draft of a step needs no place, unless a draft model reads the sampled token before it
+        lookahead = max(knobs.num_spec_tokens, extra) if filling else 0
+        self.scheduler.use_drafter(filling, lookahead=lookahead, reads_ahead=not extra)
 
     def _normal_step(self) -> None:
         """Schedule, launch, wait, update."""

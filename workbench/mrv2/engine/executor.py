@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from mrv2.instrument import stage, stages
 from mrv2.logits_processor import ProcessorSetup, processor_classes
 from mrv2.runner.async_logprobs import MAX_CHUNK_ROWS
 from mrv2.runner.forward import Buckets, ForwardBuffers, ForwardPass
+from mrv2.runner.loaded_drafter import LoadedDrafter, load_drafters
 from mrv2.runner.protocol import AsyncOutput, GrammarMask, Runner, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.model_runner import ModelRunnerV1
@@ -37,6 +39,7 @@ class Executor(Protocol):
     num_groups: int
     max_model_len: int
     vocab_size: int
+    drafters: Sequence[LoadedDrafter]
 
     def execute_model(self, scheduled: SchedulerOutput) -> None: ...
 
@@ -70,6 +73,12 @@ class UniProcExecutor:
             seed=config.seed,
             max_model_len=config.max_model_len,
         )
+        self.drafters = load_drafters(config, self.model, found.folder)
+        if config.draft_probabilities and config.max_num_spec_tokens:
+            for drafter in self.drafters:
+                drafter.keep_probabilities(
+                    self.device, max_num_seqs=config.max_num_seqs, max_num_spec_tokens=config.max_num_spec_tokens
+                )
         self.vocab_size = self.model.config.vocab_size
         self.max_model_len = self.model.max_model_len
         self.model_state = resolve_model_state(self.model)
@@ -88,6 +97,8 @@ class UniProcExecutor:
         )
         self.num_kv_blocks = config.num_gpu_blocks or self._blocks_that_fit()
         self.kv_caches = self._allocate_kv(self.num_kv_blocks)
+        for drafter in self.drafters:
+            drafter.allocate(self.num_kv_blocks, self.device.empty)
         self.model_state.initialize_kv_cache(self.groups, self.kv_caches)
         self.forward = ForwardPass(
             self.device, self.model, self.model_state, self.kv_caches, self.buffers, self.buckets
@@ -108,6 +119,7 @@ class UniProcExecutor:
             ngram_lengths=(config.ngram_min, config.ngram_max),
             synthetic_acceptance=config.synthetic_acceptance,
             knobs=self.knobs,
+            drafters=self.drafters,
             processors=self.processors,
             processor_tables=self.processor_tables,
         )
@@ -132,9 +144,8 @@ class UniProcExecutor:
 
     def set_knobs(self, knobs: Knobs) -> None:
         """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows."""
-        runner, before = self._runner(knobs.runner), self.knobs
+        runner = self._runner(knobs.runner)
         self.knobs = self.resources.knobs = knobs
-        runner.knobs_changed(before)
         self.capture_graphs()
         if runner is not self.runner:
             self.runner.reset()
@@ -174,6 +185,7 @@ class UniProcExecutor:
             ),
             hidden_size=self.model.config.hidden_size,
             dtype=self.model.dtype,
+            num_taps=len(self.model.aux_layer_ids),
         )
 
     def _allocate_kv(self, num_blocks: int) -> list[LayerCache]:
@@ -183,6 +195,7 @@ class UniProcExecutor:
         """Size the KV pool from free memory, after a forward pass and the sampler have shown their peak."""
         config = self.config
         bytes_per_block = sum(group.bytes_per_block for group in self.groups)
+        bytes_per_block += sum(drafter.bytes_per_block for drafter in self.drafters)
         wanted = 1 + config.max_num_seqs * self.blocks_per_row * self.num_groups
         free, total = self.device.memory_info()
         if self.device.type == "host":
@@ -218,6 +231,8 @@ class UniProcExecutor:
         num_copies = 3 + 2 * bool(self.processors)
         num_logits = min(rows * (1 + config.max_num_spec_tokens), self.buffers.input_ids.shape[0])
         logits = num_logits * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
+        # a drafter's pass over the step beside what the target's left, and its logits
+        logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 12) for d in self.drafters), default=0)
         # the logits of one pass over prompt tokens
         logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")
@@ -232,7 +247,8 @@ class UniProcExecutor:
     def _poison_blocks(self, block_ids: list[int]) -> None:
         """Tests: whoever reads a fresh block before writing it shall see NaN."""
         ids = torch.tensor(block_ids, dtype=torch.int64)
-        self.device.main.run(stages.STAGED_WRITES, _fill_blocks, self.kv_caches, ids)
+        caches = [*self.kv_caches, *(cache for drafter in self.drafters for cache in drafter.kv_caches)]
+        self.device.main.run(stages.STAGED_WRITES, _fill_blocks, caches, ids)
 
 
 def _fill_inert(buffers: ForwardBuffers) -> None:

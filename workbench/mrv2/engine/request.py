@@ -53,6 +53,8 @@ class Request:
     # steps in flight that yield, and the drafts among their tokens
     num_in_flight: int = 0
     num_drafts_in_flight: int = 0
+    # drafts that its newest step leaves behind for the next one
+    num_proposed: int = 0
     num_stale: int = 0
     # counts preemptions; a step of an older epoch is stale
     epoch: int = 0
@@ -74,6 +76,8 @@ class Request:
     num_published_blocks: int = 0
     # tokens that the blocks hold
     capacity: int = 0
+    # bits of the drafters that have filled every computed position of the blocks
+    filled: int = 0
 
     # derived, kept as plain numbers: the step loop reads them for every request
     prompt_len: int = field(init=False)

@@ -137,7 +137,7 @@ class Scheduler:
                 num_drafts = self._num_drafts(request, budget)
                 num_tokens += num_drafts
             added = None
-            if request.num_computed + num_tokens > request.capacity:
+            if self.kv.tokens_wanted(request, request.num_computed + num_tokens) > request.capacity:
                 added = self._grow_or_preempt(request, request.num_computed + num_tokens)
                 if added is None:
                     preempted = True
@@ -217,7 +217,23 @@ class Scheduler:
         assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the runner"
         for request in self.running:
             request.has_row = False
+            request.num_proposed = 0
         self._freed.clear()
+
+    def use_drafter(self, filling: int, *, lookahead: int, reads_ahead: bool) -> None:
+        """Another drafter, or none, fills its cache from now on: requests that it has not followed start over."""
+        assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the drafter"
+        self.kv.fill(filling, lookahead=lookahead, reads_ahead=reads_ahead)
+        for request in list(self.running):
+            if filling & ~request.filled:
+                self._preempt(request)
+            else:
+                request.filled = filling
+
+    def forget_drafts(self) -> None:
+        """What was drafted so far is not for the verification to come."""
+        for request in self.running:
+            request.num_proposed = 0
 
     def check(self) -> None:
         """Assert the equations that hold between two calls."""
@@ -250,7 +266,11 @@ class Scheduler:
         if not self.num_spec_tokens or self._num_undraftable:
             return 0
         room = min(request.max_len - 1 - request.num_computed, budget) - 1
-        return max(0, min(self.num_spec_tokens, room)) if request.num_computed >= request.prompt_len else 0
+        return (
+            max(0, min(self.num_spec_tokens, request.num_proposed, room))
+            if request.num_computed >= request.prompt_len
+            else 0
+        )
 
     def _grow_or_preempt(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
         """Return new blocks for `request`, preempting the last in order of service; None if that is itself."""
@@ -287,6 +307,7 @@ class Scheduler:
         yields_token = request.num_computed == request.num_ahead + num_drafts
         request.num_in_flight += yields_token
         request.num_drafts_in_flight += num_drafts
+        request.num_proposed = self.num_spec_tokens if yields_token else 0
         return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts)
 
     def _new_row(self, request: Request) -> NewRequest:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from mrv2.config import Knobs
     from mrv2.runner.grammar_masks import GrammarMasks
 
 
@@ -195,10 +194,6 @@ class Runner(Protocol):
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> AsyncOutput:
         """Sample; requests that follow a grammar only from what `grammar` allows them."""
-        ...
-
-    def knobs_changed(self, before: Knobs) -> None:
-        """`RunnerResources.knobs` has been replaced; no step is in flight."""
         ...
 
     def reset(self) -> None:

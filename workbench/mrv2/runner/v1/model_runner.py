@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from mrv2.config import Knobs
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
 from mrv2.runner.async_logprobs import StepLogprobs
@@ -186,9 +185,6 @@ class ModelRunnerV1:
         rows = [row_of[scheduled.req_ids[index]] for index in grammar.batch_rows.tolist()]
         self.grammar_masks.submit(np.array(rows, dtype=np.int32), holder)
         self.grammar_masks.release(self.main.record_event())
-
-    def knobs_changed(self, before: Knobs) -> None:
-        """Nothing is prepared ahead of a step."""
 
     def reset(self) -> None:
         """Forget every request."""

@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from mrv2.config import Knobs
 from mrv2.instrument import stages
 from mrv2.runner.async_logprobs import LogprobTensors, StepLogprobs
 from mrv2.runner.async_output import OutputSlots, PinnedOutput
@@ -182,21 +181,15 @@ class ModelRunnerV2:
             num_sampled,
             num_rejected,
         )
-        max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
-        self.drafting.submit_drafts(self.main, self.resources.knobs, batch.idx_mapping, num_sampled, max_len)
+        self.drafting.submit_drafts(self.main, self.resources.knobs, scheduled, batch.idx_mapping, num_sampled)
         end_of_step = self.main.record_event()
         self.upload.release(batch, end_of_step)
         self.grammar_masks.release(end_of_step)
         return output
 
-    def knobs_changed(self, before: Knobs) -> None:
-        """Let what was prepared under other knobs go; no step is in flight."""
-        self.speculation.knobs_changed(before, self.resources.knobs)
-
     def reset(self) -> None:
         """Forget every request."""
         self.state.reset()
-        self.speculation.forget_drafts()
 
     def _update_rows(self, scheduled: SchedulerOutput) -> np.ndarray:
         """Apply the scheduler's changes to the rows; return the batch as rows. [B] int32"""

@@ -55,6 +55,9 @@ class Speculation:
         if resources.synthetic_acceptance:
             device.main.run(stages.UPLOAD, _fill_rates, self.rates, resources.synthetic_acceptance)
         self._draft_probs: dict[str, DraftProbs] = {}
+        for drafter in resources.drafters:
+            if drafter.distribution is not None:
+                self.add_distribution(drafter.method, drafter.distribution)
 
     def add_distribution(self, spec_method: str, distribution: DraftDistribution) -> None:
         """Drafts of this method are drawn from `distribution`, where verification goes by probabilities."""
@@ -63,16 +66,6 @@ class Speculation:
             from_target = self.device.full((self.vocab_size,), -1, torch.int32)
             self.device.main.run(stages.UPLOAD, _invert, from_target, distribution.to_target)
         self._draft_probs[spec_method] = DraftProbs(distribution.probs, from_target)
-
-    def knobs_changed(self, before: Knobs, after: Knobs) -> None:
-        """Drafts are verified by the rules under which they were drawn, and in the step behind that, or not at all."""
-        rules = [(knobs.spec_method, knobs.drafting, knobs.verification) for knobs in (before, after)]
-        if rules[0] != rules[1]:
-            self.forget_drafts()
-
-    def forget_drafts(self) -> None:
-        """No row has drafts; no step is in flight."""
-        self.device.main.run(stages.DRAFT, _fill_none, self.state.draft_tokens)
 
     def submit_logit_rows(
         self, stream: Stream, scheduled: SchedulerOutput, batch: UploadedBatch
@@ -113,7 +106,7 @@ class Speculation:
         options = dict(
             method=knobs.verification,
             scaled=plan.draw.is_truncated,
-            draft_probs=self._draft_probs.get(knobs.spec_method),
+            draft_probs=self._draft_probs.get(knobs.spec_method) if knobs.draft_sampling == "sampled" else None,
             rates=self.rates,
         )
         stream.run(stages.VERIFY, _verify_by_probability, *verified, targets, holder, self.state, batch, options)
@@ -125,10 +118,6 @@ class Speculation:
 
 def _fill_rates(rates: torch.Tensor, values: tuple[float, ...]) -> None:
     rates.copy_(torch.tensor(values, dtype=torch.float32))
-
-
-def _fill_none(draft_tokens: torch.Tensor) -> None:
-    draft_tokens.fill_(-1)
 
 
 def _invert(from_target: torch.Tensor, to_target: torch.Tensor) -> None:
