@@ -152,6 +152,22 @@ def test_drafts_made_under_other_rules_are_not_verified() -> None:
     core.shutdown()
 
 
+def test_warming_up_leaves_no_trace_but_compiled_kernels() -> None:
+    core = make_core(max_num_spec_tokens=K, knobs=knobs("block"), ngram_min=1)
+    ways: list[str] = []
+    verify = core.executor.runner.speculation.submit  # type: ignore[attr-defined]
+
+    def spy(stream, given, *args):
+        ways.append(given.verification)
+        return verify(stream, given, *args)
+
+    core.executor.runner.speculation.submit = spy  # type: ignore[attr-defined]
+    core._serve_dummies()
+    assert set(ways) == {"token_exact", "standard", "block"}
+    assert core.executor.knobs == core.knobs == knobs("block") and not core.has_unfinished
+    core.shutdown()
+
+
 class TestRefusals:
     def test_synthetic_without_benchmark(self) -> None:
         core = make_core(max_num_spec_tokens=K, knobs=Knobs())

@@ -45,6 +45,8 @@ class Executor(Protocol):
 
     def take_grammar_bits(self, step: int, num_masks: int) -> np.ndarray: ...
 
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray: ...
+
     def sample_tokens(self, step: int, grammar: GrammarMask | None) -> AsyncOutput: ...
 
     def set_knobs(self, knobs: Knobs) -> None: ...
@@ -136,6 +138,10 @@ class UniProcExecutor:
     def take_grammar_bits(self, step: int, num_masks: int) -> np.ndarray:
         """Return the [num_masks, ceil(V / 32)] int32 to fill for `step`; `sample_tokens` must follow with them."""
         return self.runner.grammar_masks.take(step, num_masks)
+
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """Return the drafts of requests that follow a grammar, before the step that verifies them samples. [n, K]"""
+        return self.runner.take_drafts(req_ids)
 
     def sample_tokens(self, step: int, grammar: GrammarMask | None) -> AsyncOutput:
         """Launch the rest of the step."""

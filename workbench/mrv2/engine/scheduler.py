@@ -84,8 +84,6 @@ class Scheduler:
         self.in_flight: deque[StepRecord] = deque()
         # drafts that each decoding request gets in a step
         self.num_spec_tokens = 0
-        # unfinished requests that follow a grammar, beside which nobody drafts
-        self._num_undraftable = 0
         self.stats = SchedulerStats()
         self.step = 0
         self._freed: list[str] = []
@@ -98,7 +96,6 @@ class Scheduler:
         """Queue a request; the caller has checked that it can be served at all."""
         assert request.req_id not in self.requests, f"request id {request.req_id} is in use"
         self.requests[request.req_id] = request
-        self._num_undraftable += request.message.params.structured_outputs is not None
         insort(self.waiting, request, key=lambda r: r.key)
 
     def abort(self, req_ids: Iterable[str]) -> list[EngineOutput]:
@@ -262,8 +259,8 @@ class Scheduler:
             assert not (waiting and r.has_row and r.req_id not in self._freed), f"{r.req_id}: waits but keeps a row"
 
     def _num_drafts(self, request: Request, budget: int) -> int:
-        """Return the drafts that a decoding request gets in this step; none while somebody follows a grammar."""
-        if not self.num_spec_tokens or self._num_undraftable:
+        """Return the drafts that a decoding request gets in this step."""
+        if not self.num_spec_tokens:
             return 0
         room = min(request.max_len - 1 - request.num_computed, budget) - 1
         return (
@@ -416,7 +413,6 @@ class Scheduler:
         self._give_up_row(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         del self.requests[request.req_id]
-        self._num_undraftable -= request.message.params.structured_outputs is not None
 
     def _preempt(self, request: Request) -> None:
         self._remove(self.running, request)

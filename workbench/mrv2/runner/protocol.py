@@ -106,12 +106,22 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class GrammarMask:
-    """Which tokens the requests of a step that follow a grammar may yield."""
+    """Which tokens the requests of a step that follow a grammar may yield, one mask a logits row of theirs."""
 
-    # [G] int32: index of the request in `SchedulerOutput.req_ids`
+    # [G] int32: index of the request in `SchedulerOutput.req_ids`, and drafts of the request before the row
     batch_rows: np.ndarray
+    places: np.ndarray
     # [G, W] int32, from `Executor.take_grammar_bits`; bit t = token t may come next
     bits: np.ndarray
+
+    def logits_rows(
+        self,
+        # [B] int32, of the step
+        num_draft_tokens: np.ndarray,
+    ) -> np.ndarray:
+        """Return the logits row of each mask, where requests stand in scheduling order. [G] int32"""
+        firsts = np.cumsum(num_draft_tokens + 1) - (num_draft_tokens + 1)
+        return (firsts[self.batch_rows] + self.places).astype(np.int32)
 
 
 @dataclass(slots=True)
@@ -194,6 +204,10 @@ class Runner(Protocol):
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> AsyncOutput:
         """Sample; requests that follow a grammar only from what `grammar` allows them."""
+        ...
+
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """Wait for the drafts that lie ready for requests which followed a grammar in their last step. [n, K] int64"""
         ...
 
     def reset(self) -> None:

@@ -27,6 +27,7 @@ from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.grammar_masks import GrammarMasks
 from mrv2.runner.protocol import GrammarMask, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
+from mrv2.runner.v2.draft_mirror import DraftMirror
 from mrv2.runner.v2.drafting import Drafting
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampler import Sampler, SamplingPlan, sample_rows
@@ -75,6 +76,7 @@ class ModelRunnerV2:
             tables=r.processor_tables,
             max_num_spec_tokens=r.max_num_spec_tokens,
         )
+        width = 1 + r.max_num_spec_tokens
         self.speculation = Speculation(r, self.state)
         self.drafting = Drafting(r, self.state)
         self.sampler = Sampler(r, self.state.arena)
@@ -85,10 +87,10 @@ class ModelRunnerV2:
             r.device,
             r.device.stream("grammar"),
             depth=r.max_queue_depth + 1,
-            max_num_seqs=r.max_num_seqs,
+            max_num_masks=r.max_num_seqs * width,
             vocab_size=r.vocab_size,
         )
-        width = 1 + r.max_num_spec_tokens
+        self.draft_mirror = DraftMirror(r.device, self.state.draft_tokens)
         self.output_slots = OutputSlots(
             r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs, max_width=width
         )
@@ -152,10 +154,8 @@ class ModelRunnerV2:
         assert self._pending is not None, "sample_tokens needs an execute_model before it"
         (scheduled, batch, forward_batch, plan, holder), self._pending = self._pending, None
         num_reqs, num_drafts = scheduled.num_reqs, int(scheduled.num_draft_tokens.sum())
-        assert not num_drafts or grammar is None, "such a batch gets no drafts"
         if grammar is not None:
-            # one logits row a request, in scheduling order
-            self.grammar_masks.submit(grammar.batch_rows, holder)
+            self.grammar_masks.submit(grammar.logits_rows(scheduled.num_draft_tokens), holder)
         # [N, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
         targets = self.device.empty((num_reqs + num_drafts, 1), torch.int64)
         verified = None
@@ -181,11 +181,18 @@ class ModelRunnerV2:
             num_sampled,
             num_rejected,
         )
+        self.draft_mirror.before_drafting()
         self.drafting.submit_drafts(self.main, self.resources.knobs, scheduled, batch.idx_mapping, num_sampled)
+        if grammar is not None and self.resources.knobs.drafting:
+            self.draft_mirror.submit()
         end_of_step = self.main.record_event()
         self.upload.release(batch, end_of_step)
         self.grammar_masks.release(end_of_step)
         return output
+
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """Return the drafts that lie ready for requests that follow a grammar: a named wait. [n, K_max] int64"""
+        return self.draft_mirror.read([self.state.row_of[req_id] for req_id in req_ids])
 
     def reset(self) -> None:
         """Forget every request."""
