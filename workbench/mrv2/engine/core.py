@@ -30,6 +30,7 @@ import torch
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.device import Device
+from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.executor import UniProcExecutor
 from mrv2.engine.grammar.backend import AnyTokenMatcher
 from mrv2.engine.grammar.masks import fill_masks
@@ -207,6 +208,8 @@ class EngineCore:
         """Tell the scheduler who drafts, and how much."""
         knobs = self.knobs
         self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
+        # what was learnt of one way of drafting says nothing of another
+        self.scheduler.adaptive = AdaptiveDrafts(self.config.draft_cost) if knobs.adaptive_drafts else None
         filling, extra = 0, 1
         for bit, drafter in enumerate(self.executor.drafters):
             if drafter.method == knobs.spec_method:

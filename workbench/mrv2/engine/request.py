@@ -10,7 +10,7 @@ import numpy as np
 from mrv2.engine.grammar.backend import GrammarMatcher
 from mrv2.engine.grammar.compiler import GrammarTicket
 from mrv2.engine.logprob_rows import PromptCollector
-from mrv2.engine.messages import EngineRequest, FinishReason
+from mrv2.engine.messages import DraftCounts, EngineRequest, FinishReason
 from mrv2.runner.protocol import RowSampling
 
 
@@ -55,6 +55,8 @@ class Request:
     num_drafts_in_flight: int = 0
     # drafts that its newest step leaves behind for the next one
     num_proposed: int = 0
+    # of the outputs that have arrived
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     num_stale: int = 0
     # counts preemptions; a step of an older epoch is stale
     epoch: int = 0

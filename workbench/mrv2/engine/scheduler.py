@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
-from mrv2.engine.messages import EngineOutput, FinishReason
+from mrv2.engine.messages import DraftCounts, EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
 
@@ -52,12 +53,18 @@ class SchedulerStats:
 
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
-    # by draft position: proposed to the target, and accepted by it
-    num_drafted: list[int] = field(default_factory=list)
-    num_accepted: list[int] = field(default_factory=list)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     num_stale_delivered: int = 0
     # steps launched for a request after the one that ended it, by finish reason
     num_wasted_steps: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_drafted(self) -> list[int]:
+        return self.drafts.num_drafted
+
+    @property
+    def num_accepted(self) -> list[int]:
+        return self.drafts.num_accepted
 
 
 class Scheduler:
@@ -84,6 +91,10 @@ class Scheduler:
         self.in_flight: deque[StepRecord] = deque()
         # drafts that each decoding request gets in a step
         self.num_spec_tokens = 0
+        # None = all of them in every step
+        self.adaptive: AdaptiveDrafts | None = None
+        # drafts for the step behind the one that is being scheduled
+        self._num_next_drafts = 0
         self.stats = SchedulerStats()
         self.step = 0
         self._freed: list[str] = []
@@ -114,6 +125,8 @@ class Scheduler:
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
         budget = self.max_num_batched_tokens
+        most = self.num_spec_tokens
+        self._num_next_drafts = self.adaptive.choose(most) if self.adaptive is not None and most else most
         preempted, num_preemptions = False, self.stats.num_preemptions
 
         index = 0
@@ -304,7 +317,7 @@ class Scheduler:
         yields_token = request.num_computed == request.num_ahead + num_drafts
         request.num_in_flight += yields_token
         request.num_drafts_in_flight += num_drafts
-        request.num_proposed = self.num_spec_tokens if yields_token else 0
+        request.num_proposed = self._num_next_drafts if yields_token else 0
         return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts)
 
     def _new_row(self, request: Request) -> NewRequest:
@@ -338,6 +351,7 @@ class Scheduler:
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(num_scheduled.sum()),
+            num_next_drafts=self._num_next_drafts,
         )
         self._freed.clear()
         self.in_flight.append(StepRecord(self.step, entries))
@@ -346,14 +360,11 @@ class Scheduler:
 
     def _settle_drafts(self, request: Request, entry: ScheduledEntry, num_sampled: int, current: bool) -> None:
         """Take back the rejected drafts of a step, and count the accepted ones by position."""
-        stats, accepted = self.stats, num_sampled - 1
-        if len(stats.num_drafted) < entry.num_drafts:
-            missing = entry.num_drafts - len(stats.num_drafted)
-            stats.num_drafted += [0] * missing
-            stats.num_accepted += [0] * missing
-        for position in range(entry.num_drafts):
-            stats.num_drafted[position] += 1
-            stats.num_accepted[position] += position < accepted
+        accepted = num_sampled - 1
+        for counts in (self.stats.drafts, request.drafts):
+            counts.add(entry.num_drafts, accepted)
+        if self.adaptive is not None:
+            self.adaptive.observe(entry.num_drafts, accepted)
         if current:
             rejected = entry.num_drafts - accepted
             request.num_drafts_in_flight -= entry.num_drafts
@@ -383,6 +394,7 @@ class Scheduler:
             if result.finish_reason is not None:
                 break
         if result.finish_reason is not None:
+            result.drafts = request.drafts if request.drafts.num_drafted else None
             self._finish(request, result.finish_reason)
         return result
 

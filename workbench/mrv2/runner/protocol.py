@@ -98,6 +98,8 @@ class SchedulerOutput:
     # every block handed out for this step, of all requests; its old content is garbage
     fresh_block_ids: list[int] = field(default_factory=list)
     total_tokens: int = 0
+    # drafts that each request that yields a token gets for its next step
+    num_next_drafts: int = 0
 
     @property
     def num_reqs(self) -> int:

@@ -107,14 +107,14 @@ class Drafting:
                 num_reqs=num_reqs,
                 max_query_len=max_query_len,
                 uniform=scheduled.total_tokens == num_reqs * max_query_len,
-                num_drafts=knobs.num_spec_tokens,
+                num_drafts=scheduled.num_next_drafts,
                 choice=_choice(knobs),
             )
             stream.run(stages.DRAFT, run_chain, drafter, shape, self.target, self.buffers, self.state, self.block_size)
-        elif knobs.drafting:
+        elif scheduled.num_next_drafts:
             propose = self.speculators[knobs.spec_method].propose
             max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
-            stream.run(stages.DRAFT, propose, self.state, idx_mapping, num_sampled, knobs.num_spec_tokens, max_len)
+            stream.run(stages.DRAFT, propose, self.state, idx_mapping, num_sampled, scheduled.num_next_drafts, max_len)
 
 
 def _choice(knobs: Knobs) -> DraftChoice:

@@ -183,7 +183,7 @@ class ModelRunnerV2:
         )
         self.draft_mirror.before_drafting()
         self.drafting.submit_drafts(self.main, self.resources.knobs, scheduled, batch.idx_mapping, num_sampled)
-        if grammar is not None and self.resources.knobs.drafting:
+        if grammar is not None and scheduled.num_next_drafts:
             self.draft_mirror.submit()
         end_of_step = self.main.record_event()
         self.upload.release(batch, end_of_step)
