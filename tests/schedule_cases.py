@@ -24,6 +24,9 @@ RUNNER_MODES = [("v2", mode) for mode in MODES] + [("v1", mode) for mode in MODE
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 90)
 MAX_TOKENS = 18
 MAX_DRAFTS = 4
+# drafters with weights, and what loads them; a draft model that is the target is accepted in long runs
+SPECULATORS = {"draft_model": "draft_model=tiny-llama", "eagle3": "eagle3", "mtp": "mtp"}
+DRAFTERS = ("none", "ngram", "knowing", *SPECULATORS)
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,10 @@ class Case:
             async_scheduling=mode != "sync",
             queue_depth=1 if mode == "sync" else int(mode[-1]),
             output_copy=self.axes["output_copy"],
-            spec_method="off" if self.axes["drafter"] == "none" else "ngram",
+            spec_method={"none": "off", "knowing": "ngram"}.get(self.axes["drafter"], self.axes["drafter"]),
+            draft_sampling=("greedy", "sampled")[self.seed // 3 % 2],
             num_spec_tokens=self.axes["num_drafts"],
-            cuda_graphs=self.axes.get("cuda_graphs", "model"),
+            cuda_graphs=self.axes["cuda_graphs"],
         )
 
 
@@ -81,8 +85,9 @@ def draw_case(seed: int) -> Case:
         "switches": pick((False, True)),
         "shared_prefixes": pick((False, True)),
         "output_copy": pick(("side_stream", "main_stream")),
-        "drafter": pick(("none", "ngram", "knowing")) if runner == "v2" else "none",
-        "num_drafts": int(rng.integers(0, MAX_DRAFTS + 1)),
+        "drafter": DRAFTERS[(seed + seed // 7) % len(DRAFTERS)] if runner == "v2" else "none",
+        "num_drafts": (seed + seed // 11) % (MAX_DRAFTS + 1),
+        "cuda_graphs": ("model", "step")[seed // 5 % 2],
     }
     requests = []
     for _ in range(int(rng.integers(2, 9))):
@@ -133,15 +138,22 @@ class KnowingSpeculator:
 
 def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, Any]:
     if axes["drafter"] != "none":
+        methods = ("off", "ngram", *(m for m in SPECULATORS if m == axes["drafter"]))
         return {
-            "spec_method": ("off", "ngram")[int(rng.integers(2))],
+            "spec_method": methods[int(rng.integers(len(methods)))],
             "num_spec_tokens": int(rng.integers(0, MAX_DRAFTS + 1)),
             "async_scheduling": bool(rng.integers(2)),
             "queue_depth": int(rng.integers(1, 5)),
         }
     runner = ("v1", "v2")[int(rng.integers(2))]
     depth = int(rng.integers(1, 5 if runner == "v2" else 3))
-    return {"runner": runner, "async_scheduling": bool(rng.integers(2)), "queue_depth": depth}
+    graphs = ("model", "step")[int(rng.integers(2))]
+    return {
+        "runner": runner,
+        "async_scheduling": bool(rng.integers(2)),
+        "queue_depth": depth,
+        "cuda_graphs": graphs,
+    }
 
 
 def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
@@ -165,6 +177,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
         knobs=case.knobs(),
         max_num_spec_tokens=MAX_DRAFTS,
         ngram_min=1,
+        speculators=tuple(entry for method, entry in SPECULATORS.items() if method == axes["drafter"]),
         **options,
     )
     knowing = KnowingSpeculator(case.seed)

@@ -341,6 +341,7 @@ class Scheduler:
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(num_scheduled.sum()),
+            has_grammar=bool(self._num_undraftable) and any(e.request.grammar is not None for e in entries),
         )
         self._freed.clear()
         self.in_flight.append(StepRecord(self.step, entries))
