@@ -35,6 +35,9 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"thinking_token_budget": 2, "thinking_start": [40], "thinking_end": [44, 45], "allowed_token_ids": FEW},
     {"logprobs": 2, "top_p": 0.8, "frequency_penalty": 0.5},
 )
+# drafters with weights, and what loads them; a draft model that is the target is accepted in long runs
+SPECULATORS = {"draft_model": "draft_model=tiny-llama", "eagle3": "eagle3", "mtp": "mtp"}
+DRAFTERS = ("none", "ngram", "knowing", *SPECULATORS)
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,11 @@ class Case:
             async_scheduling=mode != "sync",
             queue_depth=1 if mode == "sync" else int(mode[-1]),
             output_copy=self.axes["output_copy"],
-            spec_method="off" if self.axes["drafter"] == "none" else "ngram",
+            spec_method={"none": "off", "knowing": "ngram"}.get(self.axes["drafter"], self.axes["drafter"]),
+            draft_sampling=("greedy", "sampled")[self.seed // 3 % 2],
             num_spec_tokens=self.axes["num_drafts"],
             verification=self.axes["verification"],
-            cuda_graphs=self.axes.get("cuda_graphs", "model"),
+            cuda_graphs=self.axes["cuda_graphs"],
         )
 
 
@@ -99,10 +103,11 @@ def draw_case(seed: int) -> Case:
         "switches": pick((False, True)),
         "shared_prefixes": pick((False, True)),
         "output_copy": pick(("side_stream", "main_stream")),
-        "drafter": pick(("none", "ngram", "knowing")) if runner == "v2" else "none",
-        "num_drafts": pick(NUM_DRAFTS),
+        "drafter": DRAFTERS[(seed + seed // 7) % len(DRAFTERS)] if runner == "v2" else "none",
+        "num_drafts": NUM_DRAFTS[(seed + seed // 11) % len(NUM_DRAFTS)],
         # verification by probabilities keeps the tokens of greedy requests
         "verification": pick(("token_exact", "standard", "block")),
+        "cuda_graphs": ("model", "step")[seed // 5 % 2],
     }
     requests = []
     for _ in range(int(rng.integers(2, 9))):
@@ -170,8 +175,9 @@ def pick_verification(rng: np.random.Generator, axes: dict[str, Any]) -> str:
 
 def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, Any]:
     if axes["drafter"] != "none":
+        methods = ("off", "ngram", *(m for m in SPECULATORS if m == axes["drafter"]))
         return {
-            "spec_method": ("off", "ngram")[int(rng.integers(2))],
+            "spec_method": methods[int(rng.integers(len(methods)))],
             "num_spec_tokens": int(rng.integers(0, MAX_DRAFTS + 1)),
             "verification": pick_verification(rng, axes),
             "async_scheduling": bool(rng.integers(2)),
@@ -179,7 +185,13 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
         }
     runner = ("v1", "v2")[int(rng.integers(2))]
     depth = int(rng.integers(1, 5 if runner == "v2" else 3))
-    return {"runner": runner, "async_scheduling": bool(rng.integers(2)), "queue_depth": depth}
+    graphs = ("model", "step")[int(rng.integers(2))]
+    return {
+        "runner": runner,
+        "async_scheduling": bool(rng.integers(2)),
+        "queue_depth": depth,
+        "cuda_graphs": graphs,
+    }
 
 
 def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
@@ -203,6 +215,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
         knobs=case.knobs(),
         max_num_spec_tokens=MAX_DRAFTS,
         ngram_min=1,
+        speculators=tuple(entry for method, entry in SPECULATORS.items() if method == axes["drafter"]),
         **options,
     )
     knowing = KnowingSpeculator(case.seed)

@@ -65,6 +65,15 @@ class ModelState(ABC):
         """Which steps may be captured."""
         return "mixed"
 
+    @property
+    def step_graphs(self) -> bool:
+        """Whether a graph may hold a whole decode step.
+
+        Then `apply_staged_writes` has nothing to do, and `preprocess_state` and `postprocess_state` of a
+        decode batch are device work on tensors that stay where they are, without effect on padding rows.
+        """
+        return False
+
     @abstractmethod
     def kv_cache_specs(self, block_size: int) -> list[KVCacheSpec]:
         """Return one spec per layer; `block_size` in tokens."""
@@ -115,6 +124,11 @@ class DefaultModelState(ModelState):
     def __init__(self, model: CausalLM) -> None:
         super().__init__(model)
         self.groups: tuple[KVCacheGroup, ...] = ()
+
+    @property
+    def step_graphs(self) -> bool:
+        """True: there is nothing but the forward."""
+        return True
 
     def kv_cache_specs(self, block_size: int) -> list[KVCacheSpec]:
         """Return the model's own specs."""

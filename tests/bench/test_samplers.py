@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from mrv2.bench import samplers
 from mrv2.bench.bandwidth import Limit
 from mrv2.bench.samplers import BASELINE, CASES, ROWS, SamplerTime, headline, make_record, measure_samplers, report
 from mrv2.config import legal_values
 from mrv2.device import make_device
 from mrv2.errors import ConfigError
 
-# the fused one first: it gets the shortest of the made-up times
-VARIANTS = (*sorted(legal_values("sampler"), key=lambda name: name != "gumbel_fused"), BASELINE)
+VARIANTS = (*legal_values("sampler"), BASELINE)
 
 
 def made_up_record() -> dict:
@@ -47,3 +48,25 @@ def test_it_needs_cuda() -> None:
     with pytest.raises(ConfigError, match="CUDA"):
         measure_samplers(device)
     device.close()
+
+
+def test_every_case_is_drawn_by_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed on a GPU, on the host's references: penalties and truncation reach the draw."""
+    monkeypatch.setattr(samplers, "_BUFFER_BYTES", 1)
+    device = make_device("host")
+    batch = samplers._Batch(device, 3, 100)
+    drawn: dict[str, list[torch.Tensor]] = {case: [] for case in CASES}
+
+    def draw_all() -> None:
+        for case in CASES:
+            for variant in ("gumbel_fused", "softmax_race", "gumbel_two_pass"):
+                batch._draw(variant, batch.buffers[0], case)
+                drawn[case].append(batch.sampled.clone())
+            batch._draw_in_torch(batch.buffers[0], case)
+            assert (batch.sampled >= 0).all() and (batch.sampled < 100).all()
+
+    device.main.run("measure", draw_all)
+    device.synchronize("test")
+    device.close()
+    for case in CASES:
+        assert all(torch.equal(tokens, drawn[case][0]) for tokens in drawn[case]), case

@@ -288,9 +288,15 @@ def test_memory_info_is_plausible(device: Device) -> None:
     assert 0 < free <= total
 
 
-def test_what_the_host_cannot_do_is_refused(device: Device) -> None:
-    with pytest.raises(DeviceError, match="cuda_graphs='off'"):
-        device.capture(lambda: None)
+def test_a_graph_of_the_host_runs_when_it_is_replayed(device: Device) -> None:
+    runs = device.zeros(1, torch.int64)
+    graph = device.capture(lambda: runs.add_(1))
+    device.synchronize("test")
+    assert runs.tolist() == [0]
+    for _ in range(3):
+        device.main.run("step_graph", graph.replay)
+    device.synchronize("test")
+    assert runs.tolist() == [3]
 
 
 def test_make_device_refuses_what_it_cannot_make() -> None:

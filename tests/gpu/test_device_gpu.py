@@ -159,7 +159,7 @@ def _set_debug_mode(mode: str) -> None:
 def test_device_spans_lie_on_the_host_clock_in_order_and_cost_no_sync(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, anchor_life_ms: float
 ) -> None:
-    monkeypatch.setattr("mrv2.device.cuda._ANCHOR_LIFE_MS", anchor_life_ms)
+    monkeypatch.setattr("mrv2.device.cuda_clock._ANCHOR_LIFE_MS", anchor_life_ms)
     copy = device.stream("copy")
     with recording(device) as rec:
         before = time.perf_counter_ns()
@@ -190,7 +190,8 @@ def test_device_spans_lie_on_the_host_clock_in_order_and_cost_no_sync(
         assert c.start_ns > m.start_ns + (m.end_ns - m.start_ns) // 2, "the copy began before its input was ready"
 
 
-def test_many_spans_reuse_their_events(device: CudaDevice) -> None:
+def test_many_spans_reuse_their_events(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrv2.device.cuda_clock._MAX_PENDING", 100)
     x = device.zeros(1)
     with recording(device) as rec:
         for _ in range(3000):
@@ -199,7 +200,19 @@ def test_many_spans_reuse_their_events(device: CudaDevice) -> None:
         clock = device.clock
         device.synchronize("drain")
     assert sum(s.kind == "device" for s in rec.spans()) == 3000
-    assert not any(clock._pending.values())
+    assert not clock._pending
+    assert len(clock._pool) < 3000, "every span made events of its own"
+
+
+def test_a_wait_reads_the_times_that_are_due(device: CudaDevice) -> None:
+    x = device.zeros(1)
+    with recording(device):
+        assert device.clock is not None
+        for _ in range(100):
+            device.main.run("forward", x.add_, 1.0)
+        _hold(device, LONG)
+        device.main.record_event().synchronize("output")
+        assert len(device.clock._pending) <= 1, "the host had time to read them while it waited"
 
 
 Case = Callable[[dict[str, torch.Tensor]], object]

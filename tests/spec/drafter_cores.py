@@ -53,7 +53,7 @@ def use_small_vocabulary(core: EngineCore, size: int = 200) -> None:
     """Let the head draft `size` tokens only."""
     drafter: Any = core.executor.drafters[0]
     small = random_head(drafter.method, core.executor.model, seed=3, draft_vocab_size=size)
-    drafter.head.set_vocabulary(small.to_target - torch.arange(size))
+    drafter.head.set_vocabulary(small.to_target.cpu() - torch.arange(size))
     drafter.to_target, drafter.draft_vocab_size = drafter.head.to_target, size
 
 

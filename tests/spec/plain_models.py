@@ -11,8 +11,8 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights_of(module: Any) -> Weights:
-    """Return a module's tensors by their checkpoint names."""
-    return {source.name: source.dest for source in module.weight_sources()}
+    """Return a module's tensors by their checkpoint names, in float64 on the CPU."""
+    return {source.name: source.dest.detach().cpu().double() for source in module.weight_sources()}
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -79,7 +79,7 @@ class PlainHead:
     def __init__(self, head: Any, target: PlainTarget) -> None:
         self.cfg, self.w, self.target = head.config, weights_of(head), target
         # [V_d], draft id -> target id
-        self.ids = torch.arange(self.cfg.vocab_size) if head.to_target is None else head.to_target
+        self.ids = torch.arange(self.cfg.vocab_size) if head.to_target is None else head.to_target.cpu()
 
     def features(self, history: list[int]) -> torch.Tensor:
         """Return what the head reads of positions 0 .. n - 2. [n - 1, H]"""

@@ -13,6 +13,7 @@ from mrv2.engine.core import EngineCore
 from mrv2.errors import ConfigError
 from mrv2.instrument import sync_guard
 from mrv2.options import build_config
+from mrv2.runner.forward import Buckets
 from mrv2.sampling_params import SamplingParams
 from mrv2_models.drafters.loading import load_head, random_head
 from mrv2_models.errors import ModelFileError, UnsupportedModelError
@@ -107,6 +108,49 @@ def test_nothing_but_the_output_is_waited_for(method: str) -> None:
     core.abort(list(core.scheduler.requests))
     collector.run()
     core.shutdown()
+
+
+class TestGraphs:
+    """A captured chain serves every step that is padded to its bucket."""
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_padded_chains_draft_the_same(self, method: str) -> None:
+        core = drafting_core(method, max_num_seqs=6)
+        # on this backend a graph is the work itself, called again; padding is what a GPU would have
+        core.executor.forward.buckets = Buckets(6, max_mixed=64, padded=True, max_uniform=1 + K)
+        core.executor.capture_graphs()
+        graphs = core.executor.runner.drafting.graphs  # type: ignore[attr-defined]
+        assert {key.num_drafts for key in graphs.graphs} == {0, 1, K}
+        plain, collector, compared = plain_drafter(core), Collector(core), 0
+        prompts = [random_prompt(i, 10 + 37 * i % 90) for i in range(5)]
+        for i, prompt in enumerate(prompts):
+            collector.submit(f"r{i}", prompt, greedy(26))
+        while core.has_unfinished:
+            collector.step()
+            compared += check_drafts(core, plain, K)
+        assert compared > 100
+        # all but the steps in which the end of a request left fewer drafts to each
+        assert graphs.num_replays >= core.scheduler.step - 3
+        for i, prompt in enumerate(prompts):
+            assert collector.served[f"r{i}"].token_ids == alone(tuple(prompt), 0.0, 0, 26)
+        core.set_knobs(num_spec_tokens=2, draft_sampling="sampled")
+        assert {key.num_drafts for key in graphs.graphs if key.choice == "shared"} == {0, 1, 2, K}
+        core.set_knobs(cuda_graphs="off")
+        serve(core, {"eager": (prompts[0], greedy(4))})
+        assert graphs.num_replays < core.scheduler.step
+
+    def test_no_step_graph_leaves_the_drafter_behind(self) -> None:
+        """Without drafts a decode step could be one graph, but the drafter must see every token."""
+        core = drafting_core("draft_model", num_drafts=0, knobs={"cuda_graphs": "step"})
+        core.executor.capture_graphs()
+        collector, prompt = Collector(core), random_prompt(3, 9)
+        collector.submit("r", prompt, greedy(30))
+        for _ in range(12):
+            collector.step()
+        core.set_knobs(num_spec_tokens=K)
+        assert collector.run()["r"].token_ids == alone(tuple(prompt), 0.0, 0, 30)
+        assert core.scheduler.stats.num_accepted == core.scheduler.stats.num_drafted
+        core.shutdown()
 
 
 class TestSwitches:

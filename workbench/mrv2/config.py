@@ -40,11 +40,14 @@ class Knobs:
         "How far the host lane runs ahead of the device lane.",
         (1, 2, 3, 4),
     )
-    cuda_graphs: Literal["off", "model"] = _knob(
+    cuda_graphs: Literal["off", "model", "step"] = _knob(
         "model",
         "T",
-        "Replay the forward pass as one CUDA graph per bucket; 'off' launches every kernel from Python.",
-        "Off: the host lane's forward stage grows to the sum of its launches. No effect without CUDA.",
+        "What one CUDA graph per bucket replays: 'model' the forward pass; 'step' everything of a decode step, from "
+        "staged writes to post_update, and 'model' for the batches that this does not cover (prompts, drafts, sampler "
+        "features, log-probabilities, grammars, runner v1); 'off' launches every kernel from Python.",
+        "off: the host lane's forward stage grows to the sum of its launches. step: one step_graph stage in the main "
+        "lane, and a short execute_model above it. Without CUDA only 'step' has an effect: the same stage, no graph.",
     )
     spec_method: Literal["off", "ngram", "draft_model", "eagle3", "mtp"] = _knob(
         "off",
@@ -91,11 +94,10 @@ class Knobs:
         "Stream on which sampled tokens travel to the host.",
         "main_stream: the copy stands in the main lane, before post_update, instead of beside it.",
     )
-    sampler: Literal["gumbel_two_pass", "gumbel_fused", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
-        "gumbel_two_pass",
+    sampler: Literal["gumbel_fused", "gumbel_two_pass", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
+        "gumbel_fused",
         "D",
-        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits (its GPU "
-        "tests have not passed yet). "
+        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits. "
         "gumbel_two_pass: fp32 copy, temperature, masks, noise and arg-max by block, arg-max of the blocks. "
         "softmax_race: probabilities divided by exponential noise. These three draw the same tokens; gumbel_blocked "
         "(noise for one block of tokens only) and torch_sort (plain torch) draw others of the same distribution.",

@@ -22,7 +22,7 @@ from mrv2_kernels.aot_case import AotCase
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit
 def _decode_inputs_kernel(
     input_ids_ptr,
     positions_ptr,
@@ -36,7 +36,7 @@ def _decode_inputs_kernel(
     block_tables_ptr,
     table_stride,
     num_blocks_ptr,
-    num_reqs,
+    num_reqs_ptr,
     row_len,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -44,7 +44,7 @@ def _decode_inputs_kernel(
     req = tl.program_id(0).to(tl.int64)
     row = tl.zeros([], tl.int64)
     num_blocks = 0
-    if req < num_reqs:
+    if req < tl.load(num_reqs_ptr):
         row = tl.load(idx_mapping_ptr + req).to(tl.int64)
         num_blocks = tl.load(num_blocks_ptr + row)
         position = tl.load(num_computed_tokens_ptr + row)
@@ -77,7 +77,7 @@ def prepare_decode_inputs_triton(
     slot_mapping: torch.Tensor,
     # [B_pad, MB] int32, out
     out_table: torch.Tensor,
-    # [B] int32, exactly B long
+    # [>= B] int32
     idx_mapping: torch.Tensor,
     # [R] int32
     num_computed_tokens: torch.Tensor,
@@ -87,6 +87,8 @@ def prepare_decode_inputs_triton(
     block_tables: torch.Tensor,
     # [R] int32
     num_blocks: torch.Tensor,
+    # [1] int32: B, on the device, so that one graph serves every B up to B_pad
+    num_reqs: torch.Tensor,
     *,
     block_size: int,
 ) -> None:
@@ -104,7 +106,7 @@ def prepare_decode_inputs_triton(
         block_tables,
         block_tables.stride(0),
         num_blocks,
-        idx_mapping.shape[0],
+        num_reqs,
         out_table.shape[1],
         BLOCK_SIZE=block_size,
         BLOCK=_BLOCK,
@@ -122,7 +124,7 @@ def prepare_decode_inputs_torch(
     slot_mapping: torch.Tensor,
     # [B_pad, MB] int32, out
     out_table: torch.Tensor,
-    # [B] int32, exactly B long
+    # [>= B] int32
     idx_mapping: torch.Tensor,
     # [R] int32
     num_computed_tokens: torch.Tensor,
@@ -132,22 +134,25 @@ def prepare_decode_inputs_torch(
     block_tables: torch.Tensor,
     # [R] int32
     num_blocks: torch.Tensor,
+    # [1] int32: B, on the device, so that one graph serves every B up to B_pad
+    num_reqs: torch.Tensor,
     *,
     block_size: int,
 ) -> None:
     """Torch reference of `prepare_decode_inputs`."""
-    num_reqs, width = idx_mapping.shape[0], out_table.shape[1]
+    batch, width = int(num_reqs), out_table.shape[1]
+    idx_mapping = idx_mapping[:batch]
     position = num_computed_tokens[idx_mapping]
     column = position // block_size
     block = block_tables[idx_mapping, column.clamp(max=width - 1)]
     for tensor, value in ((input_ids, 0), (positions, 0), (seq_lens, 0), (slot_mapping, -1), (out_table, 0)):
-        tensor[num_reqs:] = value
-    input_ids[:num_reqs] = last_sampled_tokens[idx_mapping]
-    positions[:num_reqs] = position
-    seq_lens[:num_reqs] = position + 1
-    slot_mapping[:num_reqs] = torch.where(column < width, block * block_size + position % block_size, -1)
+        tensor[batch:] = value
+    input_ids[:batch] = last_sampled_tokens[idx_mapping]
+    positions[:batch] = position
+    seq_lens[:batch] = position + 1
+    slot_mapping[:batch] = torch.where(column < width, block * block_size + position % block_size, -1)
     used = torch.arange(width, device=out_table.device) < num_blocks[idx_mapping].unsqueeze(1)
-    out_table[:num_reqs] = torch.where(used, block_tables[idx_mapping, :width], 0)
+    out_table[:batch] = torch.where(used, block_tables[idx_mapping, :width], 0)
 
 
 prepare_decode_inputs = dispatch(prepare_decode_inputs_triton, prepare_decode_inputs_torch)
@@ -156,8 +161,8 @@ prepare_decode_inputs = dispatch(prepare_decode_inputs_triton, prepare_decode_in
 def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
     pointers = ("input_ids", "positions", "seq_lens", "slot_mapping", "out_table", "idx_mapping", "num_computed_tokens")
-    signature = {f"{name}_ptr": "*i32" for name in (*pointers, "block_tables", "num_blocks")}
-    numbers = dict.fromkeys(("out_stride", "table_stride", "num_reqs", "row_len"), "i32")
+    signature = {f"{name}_ptr": "*i32" for name in (*pointers, "block_tables", "num_blocks", "num_reqs")}
+    numbers = dict.fromkeys(("out_stride", "table_stride", "row_len"), "i32")
     return [
         AotCase(
             kernel=_decode_inputs_kernel,

@@ -171,7 +171,7 @@ def measure(
     for result in results:
         progress(f"{workload.name}: warm-up, {result.variant.label}")
         core.set_knobs(**result.variant.knobs.as_dict())
-        has_graphs = core.device.type == "cuda" and core.knobs.cuda_graphs == "model"
+        has_graphs = core.device.type == "cuda" and core.knobs.cuda_graphs != "off"
         warm_up = workload if has_graphs else workload.shortened(_SHORT_WARM_UP)
         serve(core, warm_up.engine_requests())
     for repetition in range(repetitions):

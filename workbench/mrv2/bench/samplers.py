@@ -1,7 +1,8 @@
 """Time of each way to draw a token, against the time it takes to read the logits once.
 
 bf16 logits of N rows x 151,936, normal with a standard deviation of 3; `plain` has temperature 0.8, `top-k/p` in
-addition top-k 50 and top-p 0.9.  Draws stand in one CUDA graph and go round enough buffers to leave the L2
+addition top-k 50 and top-p 0.9, `penalties` all three of them over a history of 512 tokens, which take an fp32 copy
+of the logits.  Draws stand in one CUDA graph and go round enough buffers to leave the L2
 cache, which the buffers of N = 1 nevertheless fit.  Bandwidth is the bytes of the logits over the time, whatever
 a variant reads or writes beyond that.  torch's multinomial asks the device twice whether its input is valid, so it
 cannot be captured: it runs eagerly, its waits included.
@@ -39,15 +40,19 @@ from mrv2.device import Device
 from mrv2.errors import ConfigError
 from mrv2.instrument import recording
 from mrv2.runner.v2.variants import DrawPlan, draw
+from mrv2_kernels.sampling.penalties import apply_penalties
+from mrv2_kernels.sampling.token_counts import update_token_counts
 from mrv2_kernels.sampling.truncation import Truncation
 from mrv2_kernels.sampling.workspace import DrawWorkspace
 
 VOCAB = 151_936
 ROWS = (1, 32, 256)
-CASES = ("plain", "top-k/p")
+CASES = ("plain", "top-k/p", "penalties")
 BASELINE = "torch multinomial"
 KIND = "mrv2-samplers"
 _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 0.9
+_REPETITION, _FREQUENCY, _PRESENCE = 1.1, 0.3, 0.2
+_HISTORY, _PROMPT = 512, 128
 # several times the last-level cache, in at most this many buffers
 _BUFFER_BYTES, _MAX_BUFFERS = 256 << 20, 64
 _REPETITIONS = 7
@@ -194,6 +199,16 @@ class _Batch:
             all_rows=True,
         )
         self.workspace = DrawWorkspace(device.zeros((num_rows,), torch.int64), device.zeros((num_rows,), torch.int32))
+        # [R, L]; counts of the history, as the penalties keep them
+        self.history = device.zeros((num_rows, _HISTORY), torch.int32)
+        self.counts = device.zeros((num_rows, _HISTORY), torch.int16)
+        self.counted_len = device.zeros((num_rows,), torch.int32)
+        self.total_len = device.full((num_rows,), _HISTORY, torch.int32)
+        self.penalties = device.zeros((num_rows, 3))
+        # [N, V]: the table that one keeps without an engine
+        self.output_counts = device.zeros((num_rows, vocab), torch.int32)
+        # torch's default generator would stay bound to a capture that failed
+        self.generator = torch.Generator(self.rows.device).manual_seed(1)
         device.main.run(_STAGE, self._fill)
 
     def _fill(self) -> None:
@@ -203,6 +218,12 @@ class _Batch:
         torch.arange(len(self.rows), out=self.rows)
         self.positions.copy_(self.rows)
         self.seeds.copy_(self.rows)
+        vocab = self.output_counts.shape[1]
+        self.history.copy_(torch.randint(vocab, self.history.shape, generator=generator, device=self.rows.device))
+        self.penalties.copy_(torch.tensor([_REPETITION, _FREQUENCY, _PRESENCE]))
+        self._count(has_new=True)
+        outputs = self.history[:, _PROMPT:].long()
+        self.output_counts.scatter_add_(1, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
     def seconds(self, variant: str, case: str) -> tuple[float, bool]:
         """Return the median time of one draw among those of a graph, and whether they could be captured."""
@@ -227,8 +248,36 @@ class _Batch:
             times = [span.end_ns - span.start_ns for span in recorder.spans() if span.kind == "device"]
         return median(times) * 1e-9 / len(self.buffers), run is not work
 
+    def _count(self, *, has_new: bool) -> None:
+        prompt_len = torch.full_like(self.total_len, _PROMPT)
+        update_token_counts(
+            self.counts,
+            self.counted_len,
+            self.history,
+            prompt_len,
+            self.total_len,
+            self.penalties,
+            self.rows,
+            has_new=has_new,
+        )
+
     def _draw(self, variant: str, logits: torch.Tensor, case: str) -> None:
-        is_truncated = case != "plain"
+        is_truncated, has_penalties = case == "top-k/p", case == "penalties"
+        if has_penalties:
+            logits = logits.float()
+            self._count(has_new=False)
+            no_drafts = torch.zeros_like(self.rows)
+            apply_penalties(
+                logits,
+                self.rows,
+                self.penalties,
+                self.history,
+                self.counts,
+                self.total_len,
+                no_drafts,
+                self.rows,
+                self.rows,
+            )
         draw(
             DrawPlan(variant, has_greedy=False, is_truncated=is_truncated, all_truncated=is_truncated),
             logits,
@@ -239,15 +288,20 @@ class _Batch:
             self.seeds,
             truncation=self.truncation if is_truncated else None,
             workspace=self.workspace,
+            may_change=has_penalties,
         )
 
     def _draw_in_torch(self, logits: torch.Tensor, case: str) -> None:
         """What one writes without an engine; the draws follow torch's own generator."""
-        if case == "plain":
-            probs = (logits.float() / _TEMPERATURE).softmax(dim=-1)
-            self.sampled.copy_(torch.multinomial(probs, 1).squeeze(1))
+        if case != "top-k/p":
+            x = logits.float()
+            if case == "penalties":
+                x = torch.where(self.output_counts > 0, torch.where(x > 0, x / _REPETITION, x * _REPETITION), x)
+                x = x - _FREQUENCY * self.output_counts - _PRESENCE * (self.output_counts > 0)
+            probs = (x / _TEMPERATURE).softmax(dim=-1)
+            self.sampled.copy_(torch.multinomial(probs, 1, generator=self.generator).squeeze(1))
             return
         best, ids = logits.topk(_TOP_K, dim=-1)
         probs = (best.float() / _TEMPERATURE).softmax(dim=-1)
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= _TOP_P, 0.0)
-        self.sampled.copy_(ids.gather(1, torch.multinomial(probs, 1)).squeeze(1))
+        self.sampled.copy_(ids.gather(1, torch.multinomial(probs, 1, generator=self.generator)).squeeze(1))

@@ -12,7 +12,7 @@ from time import perf_counter
 from mrv2.engine.core import EngineCore
 from mrv2.engine.messages import EngineRequest
 from mrv2.errors import EngineDeadError
-from mrv2.instrument import Recorder, Span, recording, stage, stages
+from mrv2.instrument import Span, recording, stage, stages
 from mrv2.instrument.intervals import intersect, total
 from mrv2.instrument.recorder import device_busy, host_busy
 
@@ -116,21 +116,21 @@ def profile(core: EngineCore, requests: Sequence[EngineRequest]) -> tuple[StepPr
         run = serve(core, requests)
         core.device.synchronize(_END)
         spans = recorder.spans()
-    return summarise(spans, run, recorder), run
+    return summarise(spans, run.num_steps, run.seconds, recorder.dropped), run
 
 
-def summarise(spans: list[Span], run: ServedRun, recorder: Recorder) -> StepProfile:
-    """Reduce the spans of a recorded run to means a step."""
+def summarise(spans: list[Span], num_steps: int, seconds: float, num_dropped_spans: int) -> StepProfile:
+    """Reduce the spans of `num_steps` recorded steps, which took `seconds`, to means a step."""
     host, device = host_busy(spans), device_busy(spans)
     window = device[-1][1] - device[0][0] if device else 0
-    per_step = 1e-6 / max(run.num_steps, 1)
+    per_step = 1e-6 / max(num_steps, 1)
     named: dict[str, dict[str, float]] = {"host": {}, "device": {}, "wait": {}}
     for span in spans:
         times = named[span.kind]
         times[span.name] = times.get(span.name, 0.0) + (span.end_ns - span.start_ns) * per_step
     return StepProfile(
-        num_steps=run.num_steps,
-        step_ms=1e3 * run.seconds / max(run.num_steps, 1),
+        num_steps=num_steps,
+        step_ms=1e3 * seconds / max(num_steps, 1),
         host_ms=total(host) * per_step,
         device_ms=total(device) * per_step,
         overlap=total(intersect(host, device)) / total(device) if device else None,
@@ -138,5 +138,5 @@ def summarise(spans: list[Span], run: ServedRun, recorder: Recorder) -> StepProf
         host_stages_ms=named["host"],
         device_stages_ms=named["device"],
         waits_ms={reason: ms for name, ms in named["wait"].items() if (reason := name.removeprefix("wait: ")) != _END},
-        num_dropped_spans=recorder.dropped,
+        num_dropped_spans=num_dropped_spans,
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrv2.commands import bench_parts
 from mrv2.commands.arguments import add_engine_flags, add_knob_flags, add_model_flag, given_options, parse_knob_values
 from mrv2.commands.loading import note_loading
 from mrv2.commands.printing import note
@@ -33,9 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", default="c", metavar="NAMES", help="one or several, as in a,b (default: c)")
     parser.add_argument("--list", action="store_true", help="list the workloads and leave")
-    parser.add_argument(
-        "--samplers", action="store_true", help="measure the values of the knob sampler on random logits instead (CUDA)"
-    )
+    bench_parts.add_flags(parser)
     add_model_flag(parser, None, "default: qwen3-0.6b with random weights on CUDA, tiny-qwen3 on the host")
     parser.add_argument(
         "--scale", type=int, metavar="N", help="divide counts and lengths by N (default: 1 on CUDA, 16 on the host)"
@@ -76,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
         # a folder that cannot be made should not cost a measurement
         record_path.parent.mkdir(parents=True, exist_ok=True)
     options = given_options(args)
-    if args.samplers:
-        return _measure_samplers(options.pop("device", "auto"), record_path)
+    part = bench_parts.chosen(args)
+    if part is not None:
+        return part(args, options, record_path)
 
     from mrv2.bench.record import headline, write_record
     from mrv2.commands.bench_report import report
@@ -96,24 +96,6 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(headline(record)))
     found = [each["differences"] for each in record["workloads"] if each["differences"] is not None]
     return int(any(each["num_ties"] < each["num_requests"] for each in found))
-
-
-def _measure_samplers(device_type: Any, record_path: Path | None) -> int:
-    """Measure the ways to draw a token and print a table; return 0."""
-    from mrv2.bench.record import write_record
-    from mrv2.bench.samplers import headline, measure_samplers, report
-    from mrv2.device import make_device
-
-    device = make_device(device_type)
-    try:
-        record = measure_samplers(device, progress=note)
-    finally:
-        device.close()
-    print(report(record))
-    if record_path is not None:
-        write_record(record, record_path)
-    print(json.dumps(headline(record)))
-    return 0
 
 
 def varied_knobs(args: argparse.Namespace, device_type: str) -> dict[str, list[Any]]:

@@ -225,7 +225,7 @@ class Device(ABC):
         """Run `fn` on `stream` (default: main) in capture mode and return the graph.
 
         `fn` must have run once before, so that everything it compiles or allocates lazily exists.
-        Raises `DeviceError` on the host backend.
+        The host backend runs nothing now and all of `fn` at each replay.
         """
 
     @abstractmethod

@@ -5,30 +5,22 @@ This file imports without CUDA; only `CudaDevice()` needs it.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
-from time import perf_counter_ns
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from mrv2.device.base import Device, DeviceError, Event, Graph, P, Shape, Stream
+from mrv2.device.cuda_clock import SpanClock
 from mrv2.instrument import context
 from mrv2.instrument.recorder import Recorder
-
-# a fresh anchor each second keeps CUDA's float32 milliseconds well below a microsecond
-_ANCHOR_LIFE_MS = 1000.0
-_ANCHOR_TRIES = 5
-# look for finished spans once this many wait, so that the pool of timing events stays small
-_POLL_AT = 256
 
 
 class CudaEvent(Event):
     """A CUDA event; waiting for it sleeps instead of spinning."""
 
     def __init__(self, device: CudaDevice) -> None:
-        self.device = device
+        self.device: CudaDevice = device
         self.raw = torch.cuda.Event(blocking=True)
 
     def record(self, stream: Stream) -> None:
@@ -39,80 +31,11 @@ class CudaEvent(Event):
         return self.raw.query()
 
     def _wait(self) -> None:
+        clock = self.device.clock
+        if clock is not None:
+            # books of a recording are kept while there is nothing else to do
+            clock.poll(until=self.raw)
         self.raw.synchronize()
-
-
-class _PendingSpan(NamedTuple):
-    """A stage whose end event has not been seen done yet."""
-
-    lane: str
-    name: str
-    step: int | None
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-
-
-class SpanClock:
-    """Times stages with pooled event pairs and puts them on the host's clock; it never waits."""
-
-    def __init__(self, device: CudaDevice, rec: Recorder) -> None:
-        """Read the offset between both clocks from an idle stream, so that nothing running is disturbed."""
-        self._rec = rec
-        self._pool: list[torch.cuda.Event] = []
-        self._polling = threading.Lock()
-        # unresolved stages by stream, in order
-        self._pending: dict[str, deque[_PendingSpan]] = {}
-        idle, shortest = torch.cuda.Stream(device.torch_device), None
-        for _ in range(_ANCHOR_TRIES):
-            event = torch.cuda.Event(enable_timing=True)
-            before = perf_counter_ns()
-            event.record(idle)
-            while not event.query():
-                pass
-            after = perf_counter_ns()
-            if shortest is None or after - before < shortest:
-                shortest = after - before
-                self._anchor, self._anchor_ns = event, (before + after) // 2
-        rec.add_poller(self.poll)
-
-    def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Record and return the start event of a stage."""
-        return self._record(stream)
-
-    def end(self, stream: CudaStream, stage: str, start: torch.cuda.Event) -> None:
-        """Record the end of the stage that `start` began."""
-        spans = self._pending.setdefault(stream.name, deque())
-        spans.append(_PendingSpan(stream.name, stage, context.local.step, start, self._record(stream.raw)))
-        if len(spans) >= _POLL_AT:
-            self.poll()
-
-    def poll(self) -> None:
-        """Hand every finished stage to the recorder; returns at once while another thread does so."""
-        if not self._polling.acquire(blocking=False):
-            return
-        try:
-            for spans in list(self._pending.values()):
-                # a stream is in order: once one of its stages is unfinished, so are all later ones
-                while spans and spans[0].end.query():
-                    self._resolve(spans.popleft())
-        finally:
-            self._polling.release()
-
-    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-    def _resolve(self, span: _PendingSpan) -> None:
-        start_ms, end_ms = self._anchor.elapsed_time(span.start), self._anchor.elapsed_time(span.end)
-        start_ns, end_ns = (self._anchor_ns + round(ms * 1e6) for ms in (start_ms, end_ms))
-        self._rec.add("device", span.lane, span.name, start_ns, end_ns, span.step)
-        self._pool.append(span.start)
-        if end_ms > _ANCHOR_LIFE_MS:
-            self._pool.append(self._anchor)
-            self._anchor, self._anchor_ns = span.end, end_ns
-        else:
-            self._pool.append(span.end)
 
 
 class CudaStream(Stream):
@@ -151,7 +74,8 @@ class CudaStream(Stream):
         grad = torch.is_grad_enabled()
         if before is not None:
             torch.cuda.set_stream(self.raw)
-        torch.set_grad_enabled(False)
+        if grad:
+            torch.set_grad_enabled(False)
         if nvtx is not None:
             nvtx.push(stage, "device", context.local.step)
         start = clock.start(self.raw) if clock is not None else None
@@ -162,10 +86,11 @@ class CudaStream(Stream):
                 guard.watch_launch(stage, lambda: fn(*args, **kwargs))
         finally:
             if clock is not None and start is not None:
-                clock.end(self, stage, start)
+                clock.end(self.raw, self.name, stage, start)
             if nvtx is not None:
                 nvtx.pop()
-            torch.set_grad_enabled(grad)
+            if grad:
+                torch.set_grad_enabled(True)
             if before is not None:
                 torch.cuda.set_stream(before)
 
@@ -246,7 +171,7 @@ class CudaDevice(Device):
 
     def start_recording(self, rec: Recorder) -> None:
         super().start_recording(rec)
-        self.clock = SpanClock(self, rec)
+        self.clock = SpanClock(self.torch_device, rec)
 
     def stop_recording(self) -> None:
         super().stop_recording()

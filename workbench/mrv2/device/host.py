@@ -74,6 +74,16 @@ class HostStream(Stream):
         self._put((None, fn, args, NO_KWARGS, None, None))
 
 
+class HostGraph(Graph):
+    """Stands in for a graph: the function itself, run anew as one item of a stream's queue."""
+
+    def __init__(self, fn: Callable[[], object]) -> None:
+        self._fn = fn
+
+    def replay(self) -> None:
+        self._fn()
+
+
 def _alias(arg: object) -> object:
     """Return a tensor that shares memory with `arg` but does not keep the owner's object alive."""
     if not isinstance(arg, torch.Tensor):
@@ -126,7 +136,7 @@ class HostDevice(Device):
         return HostEvent(self)
 
     def capture(self, fn: Callable[[], object], stream: Stream | None = None) -> Graph:
-        raise DeviceError("graphs need a CUDA device; set cuda_graphs='off' on the host backend")
+        return HostGraph(fn)
 
     def memory_info(self) -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")

@@ -327,10 +327,9 @@ class EngineCore:
         return max_tokens
 
     def _warm_up(self) -> None:
-        """Compile every kernel through the real path and capture the graphs, before the first request (CUDA)."""
-        if self.device.type != "cuda":
-            return
-        self._serve_dummies()
+        """Compile every kernel through the real path and capture the graphs, before the first request."""
+        if self.device.type == "cuda":
+            self._serve_dummies()
         self.executor.capture_graphs()
         self.kv.pool.forget_all()
         self._num_admitted = 0

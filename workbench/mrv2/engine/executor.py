@@ -158,10 +158,13 @@ class UniProcExecutor:
             self.runner = runner
 
     def capture_graphs(self) -> None:
-        """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary (CUDA only)."""
-        if self.device.type == "cuda" and self.forward.missing(self.knobs):
+        """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary."""
+        graph_sets = (self.forward, *self._runner(self.knobs.runner).graph_sets)
+        wanted = [graph_set for graph_set in graph_sets if graph_set.missing(self.knobs)]
+        for graph_set in wanted:
             self._make_inert()
-            self.forward.capture(self.device.main, self.knobs)
+            graph_set.capture(self.device.main, self.knobs)
+        if wanted:
             self.device.synchronize("graph capture")
 
     def shutdown(self) -> None:
@@ -237,6 +240,9 @@ class UniProcExecutor:
         num_copies = 3 + 2 * bool(self.processors)
         num_logits = min(rows * (1 + config.max_num_spec_tokens), self.buffers.input_ids.shape[0])
         logits = num_logits * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
+        if self.model_state.step_graphs:
+            # the graphs' pool holds them once more
+            logits *= 2
         # a drafter's pass over the step beside what the target's left, and its logits
         logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 12) for d in self.drafters), default=0)
         # the logits of one pass over prompt tokens

@@ -95,6 +95,8 @@ class Scheduler:
         self.adaptive: AdaptiveDrafts | None = None
         # drafts for the step behind the one that is being scheduled
         self._num_next_drafts = 0
+        # a request of the step that is being scheduled follows a grammar
+        self._has_grammar = False
         self.stats = SchedulerStats()
         self.step = 0
         self._freed: list[str] = []
@@ -125,7 +127,7 @@ class Scheduler:
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
         budget = self.max_num_batched_tokens
-        most = self.num_spec_tokens
+        self._has_grammar, most = False, self.num_spec_tokens
         self._num_next_drafts = self.adaptive.choose(most) if self.adaptive is not None and most else most
         preempted, num_preemptions = False, self.stats.num_preemptions
 
@@ -318,6 +320,7 @@ class Scheduler:
         request.num_in_flight += yields_token
         request.num_drafts_in_flight += num_drafts
         request.num_proposed = self._num_next_drafts if yields_token else 0
+        self._has_grammar |= request.grammar is not None
         return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts)
 
     def _new_row(self, request: Request) -> NewRequest:
@@ -352,6 +355,7 @@ class Scheduler:
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(num_scheduled.sum()),
             num_next_drafts=self._num_next_drafts,
+            has_grammar=self._has_grammar,
         )
         self._freed.clear()
         self.in_flight.append(StepRecord(self.step, entries))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,14 +67,15 @@ class CallMode(TorchFunctionMode):
         if context.local.exempt:
             return func(*args, **kwargs)
         found = _find(guard, getattr(func, "__name__", ""), args, kwargs)
-        start = perf_counter_ns()
         if found is None:
+            busy = thread_time_ns()
             result = func(*args, **kwargs)
-            guard.count_call(func, perf_counter_ns() - start)
+            guard.count_call(func, thread_time_ns() - busy)
             return result
         kind, call, remedy = found
         if guard.mode == "error":
             guard.flag(kind, call, remedy)
+        start = perf_counter_ns()
         with context.Exempt():
             result = func(*args, **kwargs)
         guard.flag(kind, call, remedy, duration_ns=perf_counter_ns() - start)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -34,7 +34,8 @@ _OWN_DIRS = (
 )
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _STACK_DEPTH = 6
-# a launch that takes longer found the launch queue full
+# a launch that takes longer, and keeps the thread running meanwhile, found the launch queue full: the
+# driver polls it, whereas a thread that the operating system or the GIL has set aside uses no processor
 _BACKPRESSURE_NS = 1_000_000
 # a busy machine can cause these by itself, so they never raise
 _NEVER_RAISED = frozenset({"launch_backpressure"})
@@ -121,19 +122,19 @@ class SyncGuard:
                 "device_synchronize", f"Device.synchronize({reason!r})", "wait for one event: Event.synchronize(reason)"
             )
 
-    def count_call(self, func: Callable[..., Any], duration_ns: int) -> None:
-        """Note how long a torch call held the host; on CUDA a long one is backpressure."""
+    def count_call(self, func: Callable[..., Any], busy_ns: int) -> None:
+        """Note for how long a torch call kept the thread running; on CUDA a long one is backpressure."""
         self._num_calls += 1
-        self._calls_ns += duration_ns
-        if duration_ns > _BACKPRESSURE_NS:
-            self._backpressure(getattr(func, "__name__", str(func)), duration_ns)
+        self._calls_ns += busy_ns
+        if busy_ns > _BACKPRESSURE_NS:
+            self._backpressure(getattr(func, "__name__", str(func)), busy_ns)
 
     def watch_launch(self, stage: str, launch: Callable[[], object]) -> None:
         """Run a stage's launches; flag it when they held the host longer than their number explains."""
-        calls, calls_ns, start = self._num_calls, self._calls_ns, perf_counter_ns()
+        calls, calls_ns, start = self._num_calls, self._calls_ns, thread_time_ns()
         launch()
         # torch calls are judged one by one; the rest are graph and kernel launches and Python itself
-        rest_ns = perf_counter_ns() - start - (self._calls_ns - calls_ns)
+        rest_ns = thread_time_ns() - start - (self._calls_ns - calls_ns)
         if rest_ns > _BACKPRESSURE_NS * (1 + self._num_calls - calls):
             self._backpressure(f"stage {stage!r}", rest_ns)
 

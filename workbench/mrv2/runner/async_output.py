@@ -20,30 +20,38 @@ OUTPUT_WAIT = "output"  # the one wait of a step, by this name
 class OutputSlot:
     """One step's pinned destination."""
 
+    # which of the slots it is
+    index: int
     # [B, 1+K] int64
     sampled: torch.Tensor
     # [B] int32
     num_sampled: torch.Tensor
-    buffers: tuple[torch.Tensor, torch.Tensor]
 
 
 class OutputSlots:
     """Pinned destinations of output copies; one per step in flight, taken and given back on the host."""
 
     def __init__(self, device: Device, *, count: int, max_num_seqs: int, max_width: int = 1) -> None:
-        self._free: deque[tuple[torch.Tensor, torch.Tensor]] = deque(
+        # [R * (1+K)] int64, [R] int32 each
+        self._buffers = [
             (device.pinned((max_num_seqs * max_width,), torch.int64), device.pinned((max_num_seqs,), torch.int32))
             for _ in range(count)
-        )
+        ]
+        self._free = deque(range(count))
+
+    @property
+    def count(self) -> int:
+        return len(self._buffers)
 
     def take(self, num_reqs: int, width: int = 1) -> OutputSlot:
         """Return contiguous pinned tensors for `num_reqs` rows of `width` tokens."""
         assert self._free, "every output slot is in flight: the queue is deeper than the slots that were made for it"
-        buffers = self._free.popleft()
-        return OutputSlot(buffers[0][: num_reqs * width].view(num_reqs, width), buffers[1][:num_reqs], buffers)
+        index = self._free.popleft()
+        sampled, num_sampled = self._buffers[index]
+        return OutputSlot(index, sampled[: num_reqs * width].view(num_reqs, width), num_sampled[:num_reqs])
 
     def give_back(self, slot: OutputSlot) -> None:
-        self._free.append(slot.buffers)
+        self._free.append(slot.index)
 
 
 @dataclass(slots=True)

@@ -163,7 +163,7 @@ class ForwardPass:
 
     def run(self, key: GraphKey, batch: ForwardBatch, stream: Stream, knobs: Knobs) -> bool:
         """Submit the forward stage for a prepared batch; return whether a graph was replayed."""
-        graph = self.graphs.get(key) if knobs.cuda_graphs == "model" and knobs.attention == "triton" else None
+        graph = self.graphs.get(key) if knobs.cuda_graphs != "off" and knobs.attention == "triton" else None
         if graph is not None:
             stream.run(stages.FORWARD, graph.replay)
             return True
@@ -173,7 +173,7 @@ class ForwardPass:
     def missing(self, knobs: Knobs) -> list[GraphKey]:
         """Return the keys that `knobs` will dispatch and that have no graph yet."""
         support = self.model_state.graph_support
-        if knobs.cuda_graphs != "model" or support == "none":
+        if knobs.cuda_graphs == "off" or support == "none" or self.device.type != "cuda":
             return []
         query_lens = (1, 1 + knobs.num_spec_tokens) if knobs.drafting else (1,)
         keys = self.buckets.capturable(query_lens)
@@ -192,10 +192,14 @@ class ForwardPass:
             stream.run(stages.FORWARD, self._forward, batch, inputs)
             self.graphs[key] = self.device.capture(lambda b=batch, i=inputs: self._forward(b, i), stream)
 
-    def _forward(self, batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> None:
-        """Device code: the model on the buffers, its result in `buffers.hidden`."""
+    def hidden(self, batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Device code: the model on the buffers. [T_pad, H]"""
         attn = self.model_state.prepare_attn(batch)
         if self.buffers.aux_hidden is not None:
             inputs = inputs | {"aux_hidden": self.buffers.aux_hidden[: batch.positions.shape[0]]}
-        hidden = self.model(attn=attn, kv_caches=self.kv_caches, **inputs)
+        return self.model(attn=attn, kv_caches=self.kv_caches, **inputs)
+
+    def _forward(self, batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> None:
+        """Device code: as `hidden`, into `buffers.hidden`."""
+        hidden = self.hidden(batch, inputs)
         self.buffers.hidden[: hidden.shape[0]].copy_(hidden)

@@ -7,12 +7,15 @@ messages (free in sorted id order, then add in list order), so that any number o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from mrv2.config import Knobs
+    from mrv2.device import Stream
     from mrv2.runner.grammar_masks import GrammarMasks
 
 
@@ -98,6 +101,8 @@ class SchedulerOutput:
     # every block handed out for this step, of all requests; its old content is garbage
     fresh_block_ids: list[int] = field(default_factory=list)
     total_tokens: int = 0
+    # a request of the batch follows a grammar: `sample_tokens` may bring a mask
+    has_grammar: bool = False
     # drafts that each request that yields a token gets for its next step
     num_next_drafts: int = 0
 
@@ -186,7 +191,21 @@ class RunnerStats:
 
     num_steps: int = 0
     num_graph_replays: int = 0
+    # of these, graphs of whole steps
+    num_step_replays: int = 0
     extra: dict[str, int] = field(default_factory=dict)
+
+
+class GraphSet(Protocol):
+    """Graphs of one kind, by key."""
+
+    def missing(self, knobs: Knobs) -> Sequence[object]:
+        """Return the keys that `knobs` will dispatch and that have no graph yet."""
+        ...
+
+    def capture(self, stream: Stream, knobs: Knobs) -> None:
+        """Capture these; no step is in flight, and the forward's buffers hold inert rows."""
+        ...
 
 
 class Runner(Protocol):
@@ -195,6 +214,8 @@ class Runner(Protocol):
     name: Literal["v1", "v2"]
     # most steps that may be in flight at once
     max_queue_depth: int
+    # what it replays besides the graphs of the forward pass
+    graph_sets: Sequence[GraphSet]
 
     @property
     def stats(self) -> RunnerStats: ...

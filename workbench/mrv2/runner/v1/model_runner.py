@@ -12,6 +12,7 @@ has waited for the step before; async mode waits for an event behind that step's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from mrv2.runner.async_logprobs import StepLogprobs
 from mrv2.runner.async_output import OutputSlots
 from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.grammar_masks import GrammarMasks
-from mrv2.runner.protocol import AsyncOutput, GrammarMask, RunnerStats, SchedulerOutput
+from mrv2.runner.protocol import AsyncOutput, GrammarMask, GraphSet, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.bookkeeping import Bookkeeper, SampledStep
 from mrv2.runner.v1.cached_request import CachedRequestState
@@ -67,6 +68,7 @@ class ModelRunnerV1:
 
     name: Literal["v1", "v2"] = "v1"
     max_queue_depth = 2
+    graph_sets: Sequence[GraphSet] = ()
 
     def __init__(self, resources: RunnerResources) -> None:
         r = self.resources = resources

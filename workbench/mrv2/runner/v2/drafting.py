@@ -15,7 +15,8 @@ from mrv2.device import Stream
 from mrv2.instrument import stages
 from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.resources import RunnerResources
-from mrv2.runner.v2.drafters.chain import ChainShape, DraftBuffers, DraftChoice, fill_starts, run_chain
+from mrv2.runner.v2.drafters.chain import DraftBuffers, fill_starts
+from mrv2.runner.v2.drafters.graphs import DraftGraphs, DraftKey, draft_choice
 from mrv2.runner.v2.request_state import RequestState
 from mrv2_kernels.spec.ngram import propose_ngram
 
@@ -73,19 +74,17 @@ class Drafting:
     """The methods that the engine was loaded with, and the draft stage."""
 
     def __init__(self, resources: RunnerResources, state: RequestState) -> None:
-        self.state = state
-        self.target, self.block_size = resources.forward.buffers, resources.block_size
+        self.state, self.forward = state, resources.forward
         # methods that need nothing but the history
         self.speculators: dict[str, Speculator] = {"ngram": NgramSpeculator(*resources.ngram_lengths)}
         self.drafters = {drafter.method: drafter for drafter in resources.drafters}
-        self.buffers: DraftBuffers | None = None
-        if self.drafters:
-            self.buffers = DraftBuffers(
-                resources.device,
-                max_num_seqs=resources.max_num_seqs,
-                max_num_tokens=self.target.input_ids.shape[0],
-            )
-            resources.device.main.run(stages.UPLOAD, fill_starts, self.buffers)
+        buffers = DraftBuffers(
+            resources.device,
+            max_num_seqs=resources.max_num_seqs if self.drafters else 0,
+            max_num_tokens=resources.forward.buffers.input_ids.shape[0] if self.drafters else 0,
+        )
+        resources.device.main.run(stages.UPLOAD, fill_starts, buffers)
+        self.graphs = DraftGraphs(resources, state, buffers, self.drafters)
 
     def submit_drafts(
         self,
@@ -98,26 +97,14 @@ class Drafting:
         num_sampled: torch.Tensor,
     ) -> None:
         """Submit the draft stage, if the knobs ask for drafts, or for a drafter that must keep step."""
-        drafter = self.drafters.get(knobs.spec_method)
-        if drafter is not None:
-            assert self.buffers is not None, "made with the drafters"
-            num_reqs, max_query_len = scheduled.num_reqs, int(scheduled.num_scheduled_tokens.max())
-            shape = ChainShape(
-                num_tokens=scheduled.total_tokens,
-                num_reqs=num_reqs,
-                max_query_len=max_query_len,
-                uniform=scheduled.total_tokens == num_reqs * max_query_len,
-                num_drafts=scheduled.num_next_drafts,
-                choice=_choice(knobs),
+        if knobs.spec_method in self.drafters:
+            num_reqs, num_tokens = scheduled.num_reqs, scheduled.total_tokens
+            longest = int(scheduled.num_scheduled_tokens.max())
+            shape = self.forward.buckets.key(num_tokens, num_reqs, longest if num_tokens == num_reqs * longest else 0)
+            self.graphs.submit(
+                stream, DraftKey(knobs.spec_method, shape, scheduled.num_next_drafts, draft_choice(knobs))
             )
-            stream.run(stages.DRAFT, run_chain, drafter, shape, self.target, self.buffers, self.state, self.block_size)
         elif scheduled.num_next_drafts:
             propose = self.speculators[knobs.spec_method].propose
             max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
             stream.run(stages.DRAFT, propose, self.state, idx_mapping, num_sampled, scheduled.num_next_drafts, max_len)
-
-
-def _choice(knobs: Knobs) -> DraftChoice:
-    if knobs.draft_sampling == "greedy":
-        return "greedy"
-    return "own" if knobs.verification in ("standard", "block") else "shared"

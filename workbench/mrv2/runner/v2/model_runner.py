@@ -7,7 +7,8 @@ to model goes behind `ModelState`, what belongs to one sampling feature behind i
     main   |   [upload][staged writes][prepare][forward][logits][sample][verify]|[post-update][draft] ...
     copy   |                                                                    [output copy n]
 
-With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.
+With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.  A decode batch
+that `StepGraphs` covers takes one replay for all of it, in `execute_model`.
 
 The host hands over ids and counts; it never reads a number that this step or the one before it
 computed on the device.
@@ -15,17 +16,19 @@ computed on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from mrv2.device import Stream
 from mrv2.instrument import stages
 from mrv2.runner.async_logprobs import LogprobTensors, StepLogprobs
 from mrv2.runner.async_output import OutputSlots, PinnedOutput
 from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.grammar_masks import GrammarMasks
-from mrv2.runner.protocol import GrammarMask, RunnerStats, SchedulerOutput
+from mrv2.runner.protocol import GrammarMask, GraphSet, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.draft_mirror import DraftMirror
 from mrv2.runner.v2.drafting import Drafting
@@ -34,6 +37,7 @@ from mrv2.runner.v2.sampler import Sampler, SamplingPlan, sample_rows
 from mrv2.runner.v2.sampling.context import LogitsHolder, SamplingContext
 from mrv2.runner.v2.sampling.logprobs import LogprobPlan, WideRow, gather_prompt, gather_sampled
 from mrv2.runner.v2.speculation import Speculation
+from mrv2.runner.v2.step_graph import ReplayedStep, StepGraphs
 from mrv2.runner.v2.upload import StepUpload, UploadedBatch
 from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
@@ -101,21 +105,31 @@ class ModelRunnerV2:
         self.num_rejected = r.device.zeros((r.max_num_seqs,), torch.int32)
         # [R * (1 + K)] int32, written by each step
         self.logits_indices = r.device.zeros((r.max_num_seqs * width,), torch.int32)
+        self.step_graphs = StepGraphs(r, self.state, self.sampler, self.upload, self.output_slots, self.token_index)
+        self.graph_sets: Sequence[GraphSet] = (self.step_graphs, self.drafting.graphs)
         self.stats = RunnerStats()
-        self._pending: ExecuteModelState | None = None
+        self._pending: ExecuteModelState | ReplayedStep | None = None
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Update rows, prepare the batch on the device, and submit the forward pass."""
         assert self._pending is None, "execute_model was called twice without sample_tokens"
-        rows = self._update_rows(scheduled)
+        rows, knobs = self._update_rows(scheduled), self.resources.knobs
+        has_prefill = bool((scheduled.num_computed_tokens < self.state.prefill_len_np[rows]).any())
+        plan = self.sampler.plan(scheduled, rows, knobs.sampler)
+        self.stats.num_steps += 1
+        graph = self.step_graphs.find(scheduled, plan, has_prefill)
+        if graph is not None:
+            self._pending = self.step_graphs.replay(graph, scheduled, rows, self.main)
+            self.stats.num_graph_replays += 1
+            self.stats.num_step_replays += 1
+            return
         num_reqs, num_tokens = scheduled.num_reqs, scheduled.total_tokens
         max_query_len = int(scheduled.num_scheduled_tokens.max())
         query_len = max_query_len if num_tokens == num_reqs * max_query_len else 0
         num_drafts = int(scheduled.num_draft_tokens.sum())
-        has_prefill = bool((scheduled.num_computed_tokens < self.state.prefill_len_np[rows]).any())
         key = self.resources.forward.buckets.key(num_tokens, num_reqs, query_len)
 
-        forward, knobs = self.resources.forward, self.resources.knobs
+        forward = self.resources.forward
         batch = self.upload.submit(self.main, scheduled, rows)
         forward_batch = forward.make_batch(
             key,
@@ -141,18 +155,20 @@ class ModelRunnerV2:
             batch,
             (self.token_index if row_is_token else self.logits_indices)[:num_logits],
             *self.speculation.submit_logit_rows(self.main, scheduled, batch),
-            row_is_token=row_is_token,
+            # the head's matrix product depends on the padded shape alone
+            num_rows=key.num_tokens if row_is_token else 0,
         )
-        self.stats.num_steps += 1
         self.stats.num_graph_replays += replayed
-        self._pending = ExecuteModelState(
-            scheduled, batch, forward_batch, self.sampler.plan(scheduled, rows, knobs.sampler), holder
-        )
+        self._pending = ExecuteModelState(scheduled, batch, forward_batch, plan, holder)
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> PinnedOutput:
         """Sample and verify, send the output on its way, advance the rows, and draft for the next step."""
         assert self._pending is not None, "sample_tokens needs an execute_model before it"
-        (scheduled, batch, forward_batch, plan, holder), self._pending = self._pending, None
+        pending, self._pending = self._pending, None
+        if isinstance(pending, ReplayedStep):
+            assert grammar is None, "a step with grammar rows is never replayed whole"
+            return self.step_graphs.finish(pending, self.main, self._output_stream())
+        scheduled, batch, forward_batch, plan, holder = pending
         num_reqs, num_drafts = scheduled.num_reqs, int(scheduled.num_draft_tokens.sum())
         if grammar is not None:
             self.grammar_masks.submit(grammar.logits_rows(scheduled.num_draft_tokens), holder)
@@ -186,7 +202,7 @@ class ModelRunnerV2:
         if grammar is not None and scheduled.num_next_drafts:
             self.draft_mirror.submit()
         end_of_step = self.main.record_event()
-        self.upload.release(batch, end_of_step)
+        self.upload.release(batch.sent, end_of_step)
         self.grammar_masks.release(end_of_step)
         return output
 
@@ -230,6 +246,7 @@ class ModelRunnerV2:
                 state,
                 self.model_state,
                 forward_batch,
+                batch.num_reqs,
                 self.resources.block_size,
             )
             return
@@ -282,7 +299,7 @@ class ModelRunnerV2:
         """Start the device-to-host copy before anything else of this step runs."""
         sampled = targets if verified is None else verified[0]
         slot = self.output_slots.take(scheduled.num_reqs, sampled.shape[1])
-        stream = self.copy_stream if self.resources.knobs.output_copy == "side_stream" else self.main
+        stream = self._output_stream()
         if stream is not self.main:
             stream.wait_event(self.main.record_event())
         stream.copy(stages.OUTPUT_COPY, slot.sampled, sampled)
@@ -301,6 +318,9 @@ class ModelRunnerV2:
             logprobs=logprobs,
             errors=errors,
         )
+
+    def _output_stream(self) -> Stream:
+        return self.copy_stream if self.resources.knobs.output_copy == "side_stream" else self.main
 
     # Device code: reads nothing but its arguments.
 
@@ -373,7 +393,12 @@ class ModelRunnerV2:
 
     @staticmethod
     def _prepare_decode_inputs(
-        state: RequestState, model_state: ModelState, batch: ForwardBatch, block_size: int
+        state: RequestState,
+        model_state: ModelState,
+        batch: ForwardBatch,
+        # [1] int32
+        num_reqs: torch.Tensor,
+        block_size: int,
     ) -> None:
         """One launch for what `_gather_block_tables` and `_prepare_inputs` do with four."""
         arena = state.arena
@@ -388,6 +413,7 @@ class ModelRunnerV2:
             state.last_sampled_tokens,
             arena["block_table_0"],
             arena["num_blocks"],
+            num_reqs,
             block_size=block_size,
         )
         model_state.apply_staged_writes()
@@ -404,15 +430,16 @@ class ModelRunnerV2:
         logit_slots: torch.Tensor,
         local_positions: torch.Tensor,
         *,
-        row_is_token: bool,
+        # padded rows if row i is token i, else 0
+        num_rows: int,
     ) -> None:
-        if row_is_token:
-            num_logits = logits_indices.shape[0]
-            hidden, positions = buffers.hidden[:num_logits], buffers.positions[:num_logits]
+        num_logits = logits_indices.shape[0]
+        if num_rows:
+            hidden, positions = buffers.hidden[:num_rows], buffers.positions[:num_logits]
         else:
             hidden = buffers.hidden.index_select(0, logits_indices)
             positions = buffers.positions.index_select(0, logits_indices)
-        holder.logits = model.compute_logits(hidden)
+        holder.logits = model.compute_logits(hidden)[:num_logits]
         holder.ctx = SamplingContext(
             batch.idx_mapping, logit_slots, positions, local_positions, logits_indices, buffers.input_ids
         )

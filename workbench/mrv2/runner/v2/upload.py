@@ -1,7 +1,10 @@
 """Everything a step sends to the device, in one pinned slot and one copy.
 
-    slot: | query_start_loc [R+1] | idx_mapping [R] | num_sampled [R] | cu_num_logits [R+1] | runs |
-    runs: | starts [n] | cu_lens [n+1] | contents [m] |
+    slot:   | query_start_loc [R+1] | idx_mapping [R] | num_sampled [R] | cu_num_logits [R+1] | counts | runs |
+    counts: | requests | runs n | output slot |
+    runs:   | starts [n] | cu_lens [n+1] | contents [m] |
+
+Batch rows past the last request map to row 0, so that whoever is not told the number of requests reads something legal.
 
 The device half is one persistent buffer (`ForwardBuffers.step_words`; its head is what graphs read as
 `query_start_loc`): the copy of step n+1 is ordered behind every reader of step n on the main stream.
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,9 +45,21 @@ class UploadedBatch:
     run_contents: torch.Tensor
     num_runs: int
     max_run: int
-    # [capacity] int32: the pinned slot, and its ring, for the release
+    # [1] int32: B
+    num_reqs: torch.Tensor
+    sent: SentStep
+
+
+class SentStep(NamedTuple):
+    """The pinned slot of a step's upload, and what lies in it."""
+
+    # [capacity] int32, and its ring, for the release
     slot: torch.Tensor
     ring: PinnedRing
+    num_runs: int
+    max_run: int
+    # words that were copied
+    used: int
 
 
 def step_words_capacity(
@@ -59,7 +75,7 @@ def step_words_capacity(
     sampling_words += sum(3 + table.width for table in tables)
     runs_per_row = 16 + len(SAMPLING_SECTIONS) + 2 * num_groups
     words_per_row = max_model_len + num_groups * blocks_per_row + sampling_words + 3 * runs_per_row
-    return 4 * max_num_seqs + 3 + max_num_seqs * words_per_row
+    return 4 * max_num_seqs + 6 + max_num_seqs * words_per_row
 
 
 class StepUpload:
@@ -80,7 +96,12 @@ class StepUpload:
         self.max_num_seqs = max_num_seqs
         self.words = step_words
         self.depth = depth
-        self.header = 4 * max_num_seqs + 2
+        self.counts = 4 * max_num_seqs + 2
+        self.header = self.counts + 3
+        # [1] int32 each, device: what a graph reads of a step
+        self.num_reqs, self.num_runs, self.output_slot = (step_words[self.counts + i :][:1] for i in range(3))
+        # int32, device: as many runs as `num_runs` says
+        self.runs = step_words[self.header :]
         # [capacity / 3]: all runs edit row 0 of the arena; a run takes three words at least
         self.zeros = device.zeros((step_words.shape[0] // 3,), torch.int32)
         # short prompts fit from the start; a rare larger step grows the ring
@@ -90,14 +111,15 @@ class StepUpload:
         self.capacity = capacity
         self.ring = PinnedRing(self.device, self.depth, (capacity,), torch.int32, name="step upload")
 
-    def submit(
+    def send(
         self,
         stream: Stream,
         scheduled: SchedulerOutput,
         # [B] int32
         rows: np.ndarray,
-    ) -> UploadedBatch:
-        """Submit the copy of one step; the batch must be released with an event at the end of the step."""
+        output_slot: int = 0,
+    ) -> SentStep:
+        """Submit the copy of one step; what is returned must be released with an event at the end of the step."""
         num_reqs, max_num_seqs = len(rows), self.max_num_seqs
         starts, cu_lens, contents, max_run = self.arena.take_runs()
         num_runs = len(starts)
@@ -111,16 +133,30 @@ class StepUpload:
         host[num_reqs + 1 : max_num_seqs + 1] = scheduled.total_tokens
         at = max_num_seqs + 1
         host[at : at + num_reqs] = rows
+        host[at + num_reqs : at + max_num_seqs] = 0
         host[at + max_num_seqs : at + max_num_seqs + num_reqs] = scheduled.yields_token
         cu_num_logits = at + 2 * max_num_seqs
         host[cu_num_logits] = 0
         np.cumsum(scheduled.num_draft_tokens + 1, out=host[cu_num_logits + 1 : cu_num_logits + 1 + num_reqs])
+        host[self.counts : self.header] = num_reqs, num_runs, output_slot
         at = self.header
         host[at : at + num_runs] = starts
         host[at + num_runs : at + 2 * num_runs + 1] = cu_lens
         host[at + 2 * num_runs + 1 : used] = contents
-        words = self.words
-        stream.copy(stages.UPLOAD, words[:used], slot[:used])
+        stream.copy(stages.UPLOAD, self.words[:used], slot[:used])
+        return SentStep(slot, self.ring, num_runs, max_run, used)
+
+    def submit(
+        self,
+        stream: Stream,
+        scheduled: SchedulerOutput,
+        # [B] int32
+        rows: np.ndarray,
+    ) -> UploadedBatch:
+        """Do what `send` does, and return the step's device views."""
+        sent = self.send(stream, scheduled, rows)
+        words, num_reqs, max_num_seqs, num_runs = self.words, len(rows), self.max_num_seqs, sent.num_runs
+        at, cu_num_logits = self.header, 3 * max_num_seqs + 1
         return UploadedBatch(
             idx_mapping=words[max_num_seqs + 1 : max_num_seqs + 1 + num_reqs],
             num_sampled=words[2 * max_num_seqs + 1 : 2 * max_num_seqs + 1 + num_reqs],
@@ -128,14 +164,14 @@ class StepUpload:
             run_rows=self.zeros[:num_runs],
             run_starts=words[at : at + num_runs],
             run_cu_lens=words[at + num_runs : at + 2 * num_runs + 1],
-            run_contents=words[at + 2 * num_runs + 1 : used],
+            run_contents=words[at + 2 * num_runs + 1 : sent.used],
             num_runs=num_runs,
-            max_run=max_run,
-            slot=slot,
-            ring=self.ring,
+            max_run=sent.max_run,
+            num_reqs=self.num_reqs,
+            sent=sent,
         )
 
     @staticmethod
-    def release(batch: UploadedBatch, end_of_step: Event) -> None:
+    def release(sent: SentStep, end_of_step: Event) -> None:
         """Give the pinned slot back to its ring once `end_of_step` has passed."""
-        batch.ring.release(batch.slot, end_of_step)
+        sent.ring.release(sent.slot, end_of_step)

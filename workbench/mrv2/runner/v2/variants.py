@@ -47,6 +47,21 @@ class DrawPlan:
     is_truncated: bool = True
     all_truncated: bool = False
 
+    def for_graph(self) -> DrawPlan:
+        """Return the plan of the graph that serves this batch: it launches at least as much, and is a `graph_plans`."""
+        is_scaled = self.is_truncated or (self.is_scaled and self.variant == "gumbel_two_pass")
+        return DrawPlan(self.variant, is_scaled=is_scaled, is_truncated=self.is_truncated)
+
+
+# a temperature other than 0 and 1 occurs, a truncation occurs
+_KINDS = ((False, False), (True, False), (True, True))
+
+
+def graph_plans(variant: str) -> list[DrawPlan]:
+    """Return the plans that `DrawPlan.for_graph` may return for `variant`: the kinds of draws that are captured."""
+    plans = [DrawPlan(variant, is_scaled=s, is_truncated=t).for_graph() for s, t in _KINDS]
+    return list(dict.fromkeys(plans))
+
 
 class TokenDraw:
     """Keeps the parameters that every request has, and draws by the variant that the plan names."""

@@ -1,0 +1,64 @@
+"""The parts of `mrv2 bench` that measure something else than workloads, as commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrv2.bench.projection import DATA_SHEETS, REACHED, project
+from mrv2.cli import main
+from mrv2.errors import ConfigError
+from mrv2_models.registry import resolve_model
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_growth_holds_the_batch_and_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "growth.json"
+    assert main(["bench", "--growth", "--device", "host", "--max-model-len", "256", "--record", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert [(p["num_requests"], p["context"]) for p in record["points"]] == [(1, 128), (2, 128), (4, 128), (8, 128)]
+    for point in record["points"]:
+        assert min(point["host_ms"], point["device_ms"], point["roofline_share"]) > 0
+        assert point["tokens_per_second"] == pytest.approx(1e3 * point["num_requests"] / point["step_ms"])
+    assert last_line(capsys)["points"] == 4
+
+
+def test_startup_tells_a_cold_cache_from_a_warm_one(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "--startup", "--device", "host", "--max-model-len", "64", "--num-gpu-blocks", "32"]
+    assert main(command) == 0
+    starts = last_line(capsys)["starts"]
+    assert [start["cache"] for start in starts] == ["cold", "warm", "warm"]
+    for start in starts:
+        assert start["total_s"] > start["import_torch_s"] + start["load_s"] + start["first_token_s"] > 0
+
+
+def test_an_engine_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--startup", "--device", "host", "--max-model-len", "64", "--block-size", "17"]) != 0
+    assert "block_size=17" in capsys.readouterr().err
+
+
+def test_a_projection_grows_with_the_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--project", "gb200"]) == 0
+    captured = capsys.readouterr().out
+    assert "nothing here was measured" in captured
+    config = resolve_model("qwen3-0.6b").config
+    found = project(["gb200"], ["a", "d"], config, config.resolve_dtype("auto"))
+    for rates in found.values():
+        assert list(rates) == ["h200", "gb200"]
+        # a memory floor that FLOPs hardly touch: decode at these batches
+        ratio = DATA_SHEETS["gb200"].bandwidth / DATA_SHEETS["h200"].bandwidth
+        assert rates["gb200"] / rates["h200"] == pytest.approx(ratio, rel=0.02)
+    # the floor of a single request: 1.19 GB of weights a token at what an H200 reaches
+    assert found["a"]["h200"] == pytest.approx(REACHED * 4.8e12 / 1.2e9, rel=0.05)
+    with pytest.raises(ConfigError, match="'gb20'.*did you mean 'gb200'"):
+        project(["gb20"], ["a"], config, config.resolve_dtype("auto"))
+
+
+def test_one_part_at_a_time() -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--growth", "--startup"])

@@ -1,0 +1,131 @@
+"""Whole decode steps as CUDA graphs: the tokens of the other levels, no waits, late captures, memory as sized."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mrv2.config import EngineConfig, Knobs
+from mrv2.engine.core import EngineCore
+from mrv2.instrument import sync_allowed, sync_guard
+from mrv2.sampling_params import SamplingParams
+from schedule_cases import MAX_TOKENS, draw_case, run_case
+from serving import Collector, alone, make_core, random_prompt
+
+pytestmark = pytest.mark.gpu
+
+GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
+SAMPLERS = ("gumbel_two_pass", "gumbel_fused", "softmax_race", "gumbel_blocked", "torch_sort")
+MIX: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.8, "min_p": 0.05},
+)
+
+
+def serve_mix(knobs: Knobs) -> tuple[list[list[int]], int]:
+    core = make_core(max_num_seqs=6, knobs=knobs, **GPU)
+    collector = Collector(core)
+    for i in range(5):
+        params = SamplingParams(seed=i, max_tokens=20 + 5 * i, ignore_eos=True, **MIX[i])
+        collector.submit(f"r{i}", random_prompt(i, 9 + 7 * i), params)
+    served = collector.run()
+    replays = core.executor.runner.stats.num_step_replays
+    core.shutdown()
+    return [served[f"r{i}"].token_ids for i in range(5)], replays
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_level_yields_the_same_tokens(sampler: str) -> None:
+    off = Knobs(cuda_graphs="off", sampler=sampler)  # type: ignore[arg-type]
+    want, _ = serve_mix(off)
+    for level, depth in (("model", 2), ("step", 1), ("step", 2), ("step", 4)):
+        got, replays = serve_mix(off.with_changes(cuda_graphs=level, queue_depth=depth))
+        assert got == want, (level, depth)
+        assert (replays > 30) == (level == "step")
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_tokens_do_not_depend_on_the_schedule(seed: int) -> None:
+    case = draw_case(seed)
+    run_case(replace(case, axes=case.axes | {"delays": False, "cuda_graphs": "step"}), options=GPU)
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_three_hundred_steps_wait_for_outputs_only(depth: int) -> None:
+    core = make_core(max_num_seqs=6, knobs=Knobs(queue_depth=depth, cuda_graphs="step"), **GPU)
+    collector = Collector(core)
+
+    def feed(index: int) -> None:
+        params = SamplingParams(seed=index, max_tokens=33, ignore_eos=True, **MIX[index % len(MIX)])
+        collector.submit(f"r{index}", random_prompt(index % 7, 5 + index % 30), params)
+
+    for index in range(5):
+        feed(index)
+    collector.run()
+    first, index, replays = core.scheduler.step, 5, core.executor.runner.stats.num_step_replays
+    with sync_guard(core.device, mode="error") as guard:
+        while core.scheduler.step - first < 300:
+            if len(core.scheduler.running) < 4 and core.scheduler.step % 9 == 0:
+                feed(index)
+                index += 1
+            collector.step()
+        with sync_allowed("end of the test"):
+            core.drain()
+    assert not guard.violations
+    assert set(guard.waits) == {"output"}
+    assert core.executor.runner.stats.num_step_replays - replays > 200
+    core.abort(list(core.scheduler.requests))
+    collector.run()
+    core.shutdown()
+
+
+def test_late_captures_leave_running_requests_alone() -> None:
+    prompts = [random_prompt(200 + i, 20 + i) for i in range(4)]
+    want = [alone(tuple(p), 1.0, 5, MAX_TOKENS, options=tuple(GPU.items())) for p in prompts]
+    core = make_core(knobs=Knobs(cuda_graphs="off"), **GPU)
+    collector = Collector(core)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
+        collector.submit(f"r{i}", prompt, params)
+    for changes in (
+        {"cuda_graphs": "step"},
+        {"sampler": "gumbel_fused"},
+        {"cuda_graphs": "model"},
+        {"cuda_graphs": "step", "sampler": "softmax_race"},
+        {"output_copy": "main_stream"},
+    ):
+        collector.step()
+        collector.step()
+        core.set_knobs(**changes)
+    served = collector.run()
+    assert core.executor.runner.stats.num_step_replays > 5
+    core.shutdown()
+    assert [served[f"r{i}"].token_ids for i in range(4)] == want
+
+
+def test_memory_stays_where_it_was_sized() -> None:
+    """A full batch of decodes, with graphs of the most expensive draws: the pool was sized for it."""
+    config = EngineConfig(
+        model="tiny-qwen3",
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=512,
+        gpu_memory_utilization=0.1,
+        knobs=Knobs(cuda_graphs="step", sampler="gumbel_two_pass"),
+    )
+    core = EngineCore(config)
+    collector = Collector(core)
+    params = SamplingParams(temperature=0.9, top_k=30, top_p=0.8, min_p=0.01, max_tokens=40, ignore_eos=True)
+    for i in range(256):
+        collector.submit(f"r{i}", random_prompt(i, 100, core.executor.vocab_size), params)
+    collector.run()
+    assert core.executor.runner.stats.num_step_replays > 20
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert torch.cuda.max_memory_allocated() <= 0.1 * total
+    core.shutdown()

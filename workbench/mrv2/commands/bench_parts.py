@@ -1,0 +1,228 @@
+"""What ``mrv2 bench`` measures instead of workloads: one part of the engine, or one way in which it grows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mrv2.commands.loading import note_loading
+from mrv2.commands.printing import note
+from mrv2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mrv2.device import Device
+
+# the parsed command line, the engine options given on it, where the record goes -> exit code
+PartRun = Callable[[argparse.Namespace, dict[str, Any], "Path | None"], int]
+_GPU_MODEL = "qwen3-0.6b"
+
+
+class Part(NamedTuple):
+    """One flag of the command."""
+
+    flag: str
+    help: str
+    run: PartRun
+    metavar: str | None = None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each part; one at a time is legal."""
+    group = parser.add_argument_group("instead of workloads")
+    one = group.add_mutually_exclusive_group()
+    for part in PARTS:
+        if part.metavar is None:
+            one.add_argument(part.flag, action="store_true", help=part.help)
+        else:
+            one.add_argument(part.flag, metavar=part.metavar, help=part.help)
+
+
+def chosen(args: argparse.Namespace) -> PartRun | None:
+    """Return the part that the command line asks for, or None."""
+    return next((part.run for part in PARTS if getattr(args, part.flag.removeprefix("--"))), None)
+
+
+def _samplers(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.samplers import headline, measure_samplers, report
+
+    with _device(options) as device:
+        record = measure_samplers(device, progress=note)
+    return _finish(record, report(record), headline(record), record_path)
+
+
+def _structured(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    """Return 1 if an output has the wrong form."""
+    from mrv2.bench.structured import make_record, measure_structured, report
+    from mrv2.commands.generate import DEFAULT_MODEL
+    from mrv2.engine.core import EngineCore
+    from mrv2.options import build_config
+    from mrv2.tokenizer import Tokenizer
+    from mrv2_models.registry import resolve_model
+
+    model = args.model or DEFAULT_MODEL
+    note_loading(model)
+    with _device(options) as device:
+        found = resolve_model(model)
+        if found.folder is None:
+            raise ConfigError(f"--structured needs the tokenizer of a model with weights; {model} has none")
+        is_gpu = device.type == "cuda"
+        num_slots = max(2, (64 if is_gpu else 6) // (args.scale or 1))
+        sizes = {"max_num_seqs": num_slots, "max_model_len": 512, "max_num_batched_tokens": 2048}
+        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        outcomes = measure_structured(
+            core,
+            Tokenizer.from_folder(found.folder),
+            num_slots=num_slots,
+            num_tokens=num_slots * (256 if is_gpu else 32),
+            progress=note,
+        )
+        record = make_record(core, outcomes, num_slots)
+    shown = {key: record[key] for key in ("kind", "model", "num_slots", "throughput_against_free")}
+    _finish(record, report(record), shown, record_path)
+    return int(any(each.num_valid < each.num_ended for each in outcomes))
+
+
+def _growth(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.bandwidth import measure_read_bandwidth
+    from mrv2.bench.growth import make_record, measure_growth, points_for, report
+    from mrv2.engine.core import EngineCore
+    from mrv2.options import build_config
+
+    with _device(options) as device:
+        is_gpu = device.type == "cuda"
+        model = args.model or (_GPU_MODEL if is_gpu else "tiny-qwen3")
+        rows, num_steps = (512, 64) if is_gpu else (8, 16)
+        sizes = {"max_num_seqs": rows, "max_num_batched_tokens": 8192 if is_gpu else 512}
+        if is_gpu:
+            sizes["max_model_len"] = 33_024
+        else:
+            sizes |= {"max_model_len": 512, "num_gpu_blocks": 1 + rows * 32}
+        limit = measure_read_bandwidth(device)
+        note_loading(model)
+        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        points = points_for(core, num_steps=num_steps)
+        found = measure_growth(core, points, limit.value, num_steps=num_steps, progress=note)
+        record = make_record(core, found, limit)
+    shown = {"kind": record["kind"], "model": record["model"], "points": len(record["points"])}
+    return _finish(record, report(record), shown, record_path)
+
+
+def _explain(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.bandwidth import measure_read_bandwidth
+    from mrv2.bench.explain import make_record, measure_budget, report
+    from mrv2.engine.core import EngineCore
+    from mrv2.options import build_config
+
+    with _device(options) as device:
+        model = args.model or _GPU_MODEL
+        sizes = {"max_num_seqs": 256, "max_model_len": 1024}
+        note_loading(model)
+        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        limit = measure_read_bandwidth(device)
+        batches = [n for n in (1, 32, 256) if n <= core.config.max_num_seqs]
+        record = make_record(core, measure_budget(core, batches, 256, limit, progress=note), limit)
+    shown = {"kind": record["kind"], "model": record["model"]}
+    shown["kernel_us"] = {str(each["num_requests"]): each["kernel_us"] for each in record["budgets"]}
+    return _finish(record, report(record), shown, record_path)
+
+
+def _startup(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.environment import environment
+    from mrv2.bench.startup import KIND, measure_startup, report
+
+    with _device({"device": options.get("device", "auto")}) as device:
+        model = args.model or (_GPU_MODEL if device.type == "cuda" else "tiny-qwen3")
+    starts = measure_startup(model, options, progress=note)
+    rows = [asdict(start) for start in starts]
+    record = {"kind": KIND, "environment": environment(), "model": model, "options": options, "starts": rows}
+    return _finish(record, report(starts, model), {"kind": KIND, "model": model, "starts": rows}, record_path)
+
+
+def _project(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.projection import project, report
+    from mrv2.bench.workloads import NAMES
+    from mrv2_models.registry import resolve_model
+
+    config = resolve_model(args.model or _GPU_MODEL).config
+    projected = project(args.project.split(","), NAMES, config, config.resolve_dtype("auto"))
+    record = {"kind": "mrv2-projection", "model": config.name, "tok_s": projected}
+    return _finish(record, report(projected, config.name), record, record_path)
+
+
+def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.speculation import QUESTIONS, headline, loaded_methods, make_record, measure_speculation, report
+    from mrv2.commands.generate import DEFAULT_MODEL
+    from mrv2.engine.core import EngineCore
+    from mrv2.options import build_config
+    from mrv2.tokenizer import Tokenizer
+    from mrv2_models.drafters.loading import shipped_head_of
+    from mrv2_models.registry import resolve_model
+
+    model = args.model or DEFAULT_MODEL
+    note_loading(model)
+    with _device(options) as device:
+        found = resolve_model(model)
+        if found.folder is None:
+            raise ConfigError(f"--speculation needs the tokenizer of a model with weights; {model} has none")
+        if "speculators" not in options:
+            heads = [method for method in ("eagle3", "mtp") if shipped_head_of(method, model) is not None]
+            options["speculators"] = [f"draft_model={model}", *heads]
+        is_gpu = device.type == "cuda"
+        scale = args.scale or 1
+        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 2048, "max_num_spec_tokens": 3}
+        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        tokenizer = Tokenizer.from_folder(found.folder)
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        num_tokens = max(8, (256 if is_gpu else 32) // scale)
+        outcomes = measure_speculation(
+            core,
+            prompts,
+            loaded_methods(core),
+            (1, 8) if is_gpu or scale == 1 else (1,),
+            num_tokens=num_tokens,
+            repetitions=args.repetitions,
+            progress=note,
+        )
+        record = make_record(core, outcomes, num_tokens)
+    return _finish(record, report(record), headline(record), record_path)
+
+
+PARTS = (
+    Part("--samplers", "the values of the knob sampler on random logits (CUDA)", _samplers),
+    Part("--structured", "what it costs that none, half and all of the requests follow a grammar", _structured),
+    Part("--speculation", "acceptance, speed and step times of every way of drafting, at batch 1 and 8", _speculation),
+    Part("--growth", "a decode step over the batch and over the context, and the host's part of it", _growth),
+    Part("--explain", "the kernel budget of decode steps: time, bytes and bandwidth of each part (CUDA)", _explain),
+    Part("--startup", "from the start of a process to its first token, with a cold and a warm cache", _startup),
+    Part("--project", "compute the memory floor on other GPUs, as in gb200,b200", _project, "GPUS"),
+)
+
+
+@contextmanager
+def _device(options: dict[str, Any]) -> Iterator[Device]:
+    """Yield the device that the options name; they lose its name."""
+    from mrv2.device import make_device
+
+    device = make_device(options.pop("device", "auto"))
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def _finish(record: dict[str, Any], text: str, headline: dict[str, Any], record_path: Path | None) -> int:
+    """Print the table and one JSON line, write the record, and return 0."""
+    from mrv2.bench.record import write_record
+
+    print(text)
+    if record_path is not None:
+        write_record(record, record_path)
+        print(f"\nrecord: {record_path}")
+    print(json.dumps(headline))
+    return 0
