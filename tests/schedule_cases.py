@@ -24,8 +24,8 @@ RUNNER_MODES = [("v2", mode) for mode in MODES] + [("v1", mode) for mode in MODE
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 90)
 MAX_TOKENS = 18
 MAX_DRAFTS = 4
-# drafters with weights, and what loads them; a draft model that is the target is accepted in long runs
-SPECULATORS = {"draft_model": "draft_model=tiny-llama", "eagle3": "eagle3", "mtp": "mtp"}
+# drafters that are loaded, and how; a draft model that is the target is accepted in long runs
+SPECULATORS = {"draft_model": "draft_model=tiny-llama", "eagle3": "eagle3", "mtp": "mtp", "suffix": "suffix"}
 DRAFTERS = ("none", "ngram", "knowing", *SPECULATORS)
 
 

@@ -21,6 +21,7 @@ from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.model_runner import ModelRunnerV1
 from mrv2.runner.v2.model_runner import ModelRunnerV2
 from mrv2.runner.v2.upload import step_words_capacity
+from mrv2.speculators import parse_speculators
 from mrv2_models.kv_cache import LayerCache, allocate_kv_caches, group_specs
 from mrv2_models.model_state import resolve_model_state
 from mrv2_models.registry import load_model, resolve_model
@@ -120,6 +121,7 @@ class UniProcExecutor:
             synthetic_acceptance=config.synthetic_acceptance,
             knobs=self.knobs,
             drafters=self.drafters,
+            suffix_documents=config.suffix_documents if "suffix" in parse_speculators(config.speculators) else 0,
             processors=self.processors,
             processor_tables=self.processor_tables,
         )

@@ -17,6 +17,7 @@ from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.drafters.chain import DraftBuffers, fill_starts
 from mrv2.runner.v2.drafters.graphs import DraftGraphs, DraftKey, draft_choice
+from mrv2.runner.v2.drafters.suffix import SuffixSpeculator
 from mrv2.runner.v2.request_state import RequestState
 from mrv2_kernels.spec.ngram import propose_ngram
 
@@ -77,6 +78,11 @@ class Drafting:
         self.state, self.forward = state, resources.forward
         # methods that need nothing but the history
         self.speculators: dict[str, Speculator] = {"ngram": NgramSpeculator(*resources.ngram_lengths)}
+        self.suffix: SuffixSpeculator | None = None
+        if resources.suffix_documents:
+            device, max_model_len = resources.device, resources.max_model_len
+            self.suffix = SuffixSpeculator(device, resources.suffix_documents, max_model_len)
+            self.speculators["suffix"] = self.suffix
         self.drafters = {drafter.method: drafter for drafter in resources.drafters}
         buffers = DraftBuffers(
             resources.device,
@@ -85,6 +91,11 @@ class Drafting:
         )
         resources.device.main.run(stages.UPLOAD, fill_starts, buffers)
         self.graphs = DraftGraphs(resources, state, buffers, self.drafters)
+
+    def remove_request(self, stream: Stream, row: int) -> None:
+        """A request leaves its row; what it said may help others."""
+        if self.suffix is not None:
+            self.suffix.submit_keep(stream, self.state, row)
 
     def submit_drafts(
         self,
