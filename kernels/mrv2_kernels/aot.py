@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import mrv2_kernels
+from mrv2_kernels._gluon import is_gluon
 from mrv2_kernels.aot_case import AotCase
 
 # Hopper, Blackwell (GB200), Blackwell Ultra (GB300)
@@ -69,7 +70,16 @@ def compile_case(case: AotCase, arch: int) -> Any:
     missing = sorted(name for name, kind in signature.items() if kind == "constexpr" and name not in case.constexprs)
     if unknown or missing:
         raise ValueError(f"{kernel_name(case.kernel)}: case names unknown {unknown} and leaves out {missing}")
-    source = ASTSource(fn=case.kernel, signature=signature, constexprs=case.constexprs)
+    stray = sorted(case.aligned - case.signature.keys())
+    if stray:
+        raise ValueError(f"{kernel_name(case.kernel)}: aligned names {stray}, which are no run-time parameters")
+    attrs = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name in case.aligned}
+    source_type = ASTSource
+    if is_gluon(case.kernel):
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+    source = source_type(fn=case.kernel, signature=signature, constexprs=case.constexprs, attrs=attrs)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": case.num_warps})
 
 

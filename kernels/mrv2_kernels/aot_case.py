@@ -12,9 +12,12 @@ class AotCase:
 
     `signature` maps each run-time parameter to a Triton type (``"*bf16"``, ``"i32"``, ``"fp32"``);
     `constexprs` maps each ``tl.constexpr`` parameter to its value.  Together they name every parameter.
+    `aligned` names run-time parameters that are multiples of 16, as a launch would find out by itself;
+    asynchronous copies of 16 bytes need to know.
     """
 
     kernel: Any
     signature: dict[str, str]
     constexprs: dict[str, object]
     num_warps: int = 4
+    aligned: frozenset[str] = frozenset()

@@ -28,6 +28,17 @@ def test_growth_holds_the_batch_and_the_context(tmp_path: Path, capsys: pytest.C
     assert last_line(capsys)["points"] == 4
 
 
+def test_prefill_reports_first_tokens_and_the_gaps_beside(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--prefill", "--device", "host"]) == 0
+    record = last_line(capsys)
+    arrivals, beside = record["arrivals"], record["beside"][0]
+    assert 0 < arrivals["ttft_p50_ms"] <= arrivals["ttft_p99_ms"]
+    assert arrivals["tokens_per_second"] == pytest.approx(4 * 128 / (1e-3 * arrivals["ttft_p99_ms"]), rel=0.1)
+    assert record["rates"] is None, "there are no kernels to record on the host"
+    assert 0 < beside["alone_p50_ms"] <= beside["alone_p99_ms"] and beside["beside_p99_ms"] > 0
+    assert beside["prefill_ms"] > beside["beside_p50_ms"]
+
+
 def test_startup_tells_a_cold_cache_from_a_warm_one(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "--startup", "--device", "host", "--max-model-len", "64", "--num-gpu-blocks", "32"]
     assert main(command) == 0

@@ -188,8 +188,8 @@ def expect_none(problems: Iterable[str], rule: str) -> None:
 
 
 def is_triton_kernel(node: FunctionNode) -> bool:
-    """Say whether a function is decorated by triton.jit (or a sibling such as triton.heuristics)."""
-    return any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+    """Say whether a function is decorated by triton.jit (or a sibling such as triton.heuristics) or gluon.jit."""
+    return any(ast.unparse(decorator).startswith(("triton.", "gluon.")) for decorator in node.decorator_list)
 
 
 def functions(tree: ast.Module) -> Iterator[FunctionNode]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -19,7 +20,7 @@ from mrv2.commands.printing import number, percent, text_table
 from mrv2.config import Knobs, legal_values
 from mrv2.errors import ConfigError, EngineDeadError
 
-COMMANDS = ("generate", "chat", "compare", "bench", "models", "doctor")
+COMMANDS = ("generate", "chat", "compare", "bench", "train-draft", "models", "doctor")
 TINY = ["--model", "tiny-llama", "--device", "host", "--max-model-len", "64", "--num-gpu-blocks", "40"]
 TINY += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
 
@@ -39,7 +40,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(["--help"], capsys)
     assert code == OK
     for command in COMMANDS:
-        assert f"    {command} " in out
+        assert re.search(rf"^    {command}\s", out, re.MULTILINE), command
 
 
 @pytest.mark.parametrize("command", COMMANDS)

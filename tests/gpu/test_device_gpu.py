@@ -155,6 +155,34 @@ def _set_debug_mode(mode: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
+def test_graphs_may_come_and_go(device: CudaDevice) -> None:
+    x = device.zeros(8)
+    for turn in range(3):
+        graph = device.capture(lambda: x.add_(torch.ones_like(x)))
+        device.main.run("forward", graph.replay)
+        device.synchronize("test")
+        assert x.tolist() == [turn + 1.0] * 8
+        # the last user of the pool's memory goes
+        del graph
+
+
+def test_a_capture_that_fails_leaves_the_device_usable(device: CudaDevice) -> None:
+    x = device.zeros(8)
+
+    def synchronise() -> None:
+        x.add_(1.0)
+        x.sum().item()
+
+    with pytest.raises(RuntimeError):
+        device.capture(synchronise)
+    drawn = device.empty((8,))
+    device.main.run("sample", drawn.uniform_)
+    graph = device.capture(lambda: x.fill_(2.0))
+    device.main.run("forward", graph.replay)
+    device.synchronize("test")
+    assert x.tolist() == [2.0] * 8 and bool((drawn < 1).all())
+
+
 @pytest.mark.parametrize("anchor_life_ms", [1000.0, 0.0])
 def test_device_spans_lie_on_the_host_clock_in_order_and_cost_no_sync(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, anchor_life_ms: float
@@ -191,7 +219,7 @@ def test_device_spans_lie_on_the_host_clock_in_order_and_cost_no_sync(
 
 
 def test_many_spans_reuse_their_events(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mrv2.device.cuda_clock._MAX_PENDING", 100)
+    monkeypatch.setattr("mrv2.device.cuda_clock.NUM_EVENTS", 100)
     x = device.zeros(1)
     with recording(device) as rec:
         for _ in range(3000):

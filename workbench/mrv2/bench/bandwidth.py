@@ -75,7 +75,7 @@ def measure_read_bandwidth(device: Device, *, num_bytes: int | None = None, repe
         "torch.mv of float32": lambda: torch.mv(data, vector, out=row_sums),
     }
     size = data.numel() * data.element_size()
-    return _best({name: size / _seconds(device, fn, repetitions) for name, fn in methods.items()})
+    return _best({name: size / seconds_of(device, fn, repetitions) for name, fn in methods.items()})
 
 
 def measure_matmul(device: Device, dtype: torch.dtype, *, side: int | None = None, repetitions: int = 5) -> Limit:
@@ -86,7 +86,7 @@ def measure_matmul(device: Device, dtype: torch.dtype, *, side: int | None = Non
     n = side or _MATRIX_SIDE[device.type]
     left, right = device.full((n, n), 0.5, dtype), device.full((n, n), 0.5, dtype)
     out = device.empty((n, n), dtype)
-    seconds = _seconds(device, lambda: torch.mm(left, right.t(), out=out), repetitions)
+    seconds = seconds_of(device, lambda: torch.mm(left, right.t(), out=out), repetitions)
     name = str(dtype).removeprefix("torch.")
     return Limit(2 * n**3 / seconds, f"torch.mm of {n} x {n} {name}")
 
@@ -96,7 +96,7 @@ def _best(rates: dict[str, float]) -> Limit:
     return Limit(rates[method], method)
 
 
-def _seconds(device: Device, fn: Callable[[], object], repetitions: int, *, per_stage: int = 3) -> float:
+def seconds_of(device: Device, fn: Callable[[], object], repetitions: int, *, per_stage: int = 3) -> float:
     """Return the median time of one call; several calls a stage hide the launch of the first."""
 
     def work() -> None:

@@ -55,6 +55,24 @@ def _samplers(args: argparse.Namespace, options: dict[str, Any], record_path: Pa
     return _finish(record, report(record), headline(record), record_path)
 
 
+def _gemms(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    """Return 1 if a picked chain is wrong."""
+    from mrv2.bench.gemms import headline, is_right, measure_gemms, report
+
+    with _device(options) as device:
+        record = measure_gemms(device, progress=note)
+    _finish(record, report(record), headline(record), record_path)
+    return int(not is_right(record))
+
+
+def _layers(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.layers import headline, measure_layers, report
+
+    with _device(options) as device:
+        record = measure_layers(device, progress=note)
+    return _finish(record, report(record), headline(record), record_path)
+
+
 def _structured(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
     """Return 1 if an output has the wrong form."""
     from mrv2.bench.structured import make_record, measure_structured, report
@@ -109,6 +127,31 @@ def _growth(args: argparse.Namespace, options: dict[str, Any], record_path: Path
         found = measure_growth(core, points, limit.value, num_steps=num_steps, progress=note)
         record = make_record(core, found, limit)
     shown = {"kind": record["kind"], "model": record["model"], "points": len(record["points"])}
+    return _finish(record, report(record), shown, record_path)
+
+
+def _prefill(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.prefill import make_record, measure_arrivals, measure_beside, measure_rates, report
+    from mrv2.engine.core import EngineCore
+    from mrv2.options import build_config
+
+    with _device(options) as device:
+        is_gpu = device.type == "cuda"
+        model = args.model or (_GPU_MODEL if is_gpu else "tiny-qwen3")
+        num_prompts, length, num_decodes = (32, 2048, 32) if is_gpu else (4, 128, 4)
+        sizes: dict[str, Any] = {"max_num_seqs": num_prompts + num_decodes, "max_model_len": 8192 if is_gpu else 512}
+        if not is_gpu:
+            sizes |= {"max_num_batched_tokens": 256, "num_gpu_blocks": 1 + 8 * 32}
+        note_loading(model)
+        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        note("prefill: prompts at once")
+        arrivals = measure_arrivals(core, num_prompts, length)
+        note("prefill: rates of its kernels")
+        rates = measure_rates(core, length)
+        note("prefill: beside decodes")
+        measure_beside(core, num_decodes, 1, length)
+        record = make_record(core, arrivals, rates, [measure_beside(core, num_decodes, 4, length)])
+    shown = {key: record[key] for key in ("kind", "model", "arrivals", "rates", "beside")}
     return _finish(record, report(record), shown, record_path)
 
 
@@ -195,9 +238,12 @@ def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path:
 
 PARTS = (
     Part("--samplers", "the values of the knob sampler on random logits (CUDA)", _samplers),
+    Part("--gemms", "plans for the matrix products of few rows (CUDA)", _gemms),
+    Part("--layers", "attention kernels and their launch plans (CUDA)", _layers),
     Part("--structured", "what it costs that none, half and all of the requests follow a grammar", _structured),
     Part("--speculation", "acceptance, speed and step times of every way of drafting, at batch 1 and 8", _speculation),
     Part("--growth", "a decode step over the batch and over the context, and the host's part of it", _growth),
+    Part("--prefill", "time to the first token, rates of prefill kernels, and decodes beside a prefill", _prefill),
     Part("--explain", "the kernel budget of decode steps: time, bytes and bandwidth of each part (CUDA)", _explain),
     Part("--startup", "from the start of a process to its first token, with a cold and a warm cache", _startup),
     Part("--project", "compute the memory floor on other GPUs, as in gb200,b200", _project, "GPUS"),

@@ -116,9 +116,12 @@ class CudaDevice(Device):
         super().__init__(torch.device("cuda", self.index), poison)
         torch.cuda.set_device(self.index)
         self.clock: SpanClock | None = None
+        self._timing_events: list[torch.cuda.Event] = []
         self.capturing = False
         self.closed = False
+        # the pool that all graphs share, and a graph that keeps it: it goes with the last graph that uses it
         self._graph_pool: Any = None
+        self._pool_keeper: CudaGraph | None = None
         self._main = cast(CudaStream, self.stream("main"))
         # work done on the stream that was current before, loading say, comes first
         self._main.raw.wait_stream(torch.cuda.current_stream(self.torch_device))
@@ -140,6 +143,13 @@ class CudaDevice(Device):
         on = cast(CudaStream, stream or self.main)
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
+            self._pool_keeper = self._capture(self._touch, on)
+        return self._capture(fn, on)
+
+    def _touch(self) -> None:
+        torch.zeros(1, device=self.torch_device)
+
+    def _capture(self, fn: Callable[[], object], on: CudaStream) -> CudaGraph:
         graph = torch.cuda.CUDAGraph()
         self._wait_all()
         self.capturing = True
@@ -171,7 +181,7 @@ class CudaDevice(Device):
 
     def start_recording(self, rec: Recorder) -> None:
         super().start_recording(rec)
-        self.clock = SpanClock(self.torch_device, rec)
+        self.clock = SpanClock(self.torch_device, rec, self._timing_events)
 
     def stop_recording(self) -> None:
         super().stop_recording()

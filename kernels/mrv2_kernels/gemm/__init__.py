@@ -1,0 +1,6 @@
+"""Matrix products of few rows, which are bound by reading their weights."""
+
+from mrv2_kernels.gemm.linear import linear, why_not, workspace_for
+from mrv2_kernels.gemm.plan import LIBRARY, VARIANTS, LinearPlan, LinearWorkspace
+
+__all__ = ["LIBRARY", "VARIANTS", "LinearPlan", "LinearWorkspace", "linear", "why_not", "workspace_for"]

@@ -1,0 +1,83 @@
+"""One product of few rows, computed as a plan says:  out = x @ weight.T."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+
+from mrv2_kernels._dispatch import dispatch
+from mrv2_kernels._triton import cdiv
+from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_triton
+from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan, LinearWorkspace
+from mrv2_kernels.gemm.resident import resident_linear, why_not_resident
+from mrv2_kernels.gemm.streamed import streamed_linear, why_not_streamed
+
+
+def why_not(plan: LinearPlan, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> str | None:
+    """Return why a plan does not suit a product, or None."""
+    if plan.variant == "gemv":
+        return None if num_rows <= MAX_ROWS else f"{num_rows} rows, at most {MAX_ROWS}"
+    if plan.variant == "streamed":
+        return why_not_streamed(plan, num_outputs, num_inputs, dtype)
+    if plan.variant == "resident":
+        return why_not_resident(plan, num_outputs, num_inputs, dtype)
+    return None
+
+
+def linear_triton(
+    # [M, K], row stride free
+    x: torch.Tensor,
+    # [N, K]
+    weight: torch.Tensor,
+    plan: LinearPlan = LIBRARY,
+    workspace: LinearWorkspace | None = None,
+    # [M, N]
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x @ weight.T [M, N] in the dtype of x.
+
+    Raises `ValueError` for a shape that the plan does not suit, or if the plan splits the inputs and `workspace` is
+    missing or too small.
+    """
+    if plan.variant == "gemv":
+        return gemv_triton(x, weight, plan, out=out)
+    if plan.variant == "streamed":
+        return streamed_linear(x, weight, plan, workspace, out)
+    if plan.variant == "resident":
+        return resident_linear(x, weight, plan, workspace, out)
+    return linear_torch(x, weight, plan, workspace, out)
+
+
+def linear_torch(
+    # [M, K]
+    x: torch.Tensor,
+    # [N, K]
+    weight: torch.Tensor,
+    plan: LinearPlan = LIBRARY,
+    workspace: LinearWorkspace | None = None,
+    # [M, N]
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference of `linear_triton`, and the ``library`` plan; plan and workspace are not looked at."""
+    return F.linear(x, weight) if out is None else torch.mm(x, weight.T, out=out)
+
+
+linear = dispatch(linear_triton, linear_torch)
+
+
+def workspace_for(
+    # (plan, rows, outputs) of every product
+    products: Iterable[tuple[LinearPlan, int, int]],
+    device: torch.device | str,
+) -> LinearWorkspace | None:
+    """Return a workspace that suits all the products, or None if none of them splits its inputs."""
+    split = [(plan, m, n) for plan, m, n in products if plan.splits > 1]
+    if not split:
+        return None
+    return LinearWorkspace.of(
+        device,
+        num_partials=max(plan.splits * m * n for plan, m, n in split),
+        num_tiles=max(cdiv(m, plan.block_m) * cdiv(n, plan.block_n) for plan, m, n in split),
+    )

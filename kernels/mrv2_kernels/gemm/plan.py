@@ -1,0 +1,81 @@
+"""How one matrix product is to be computed: a variant and its tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from mrv2_kernels._triton import cdiv
+
+Variant = Literal["library", "gemv", "streamed", "resident"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """A variant and its tile; ``library`` is torch's own product and ignores the rest.
+
+    A program computes `block_m` rows x `block_n` outputs over 1 / `splits` of the inputs, with `num_warps` warps
+    and `stages` blocks of inputs in flight.  Only `ahead` leaves the result as it is.
+    """
+
+    variant: Variant
+    block_m: int = 16
+    block_n: int = 16
+    splits: int = 1
+    num_warps: int = 4
+    stages: int = 4
+    # start before the predecessor has ended, where the device can
+    ahead: bool = True
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant {self.variant!r}: legal are {', '.join(VARIANTS)}")
+        for name in ("block_m", "block_n", "splits", "num_warps", "stages"):
+            value = getattr(self, name)
+            if value < 1 or (value & (value - 1) and name not in ("splits", "stages")):
+                raise ValueError(f"{name} = {value}: must be positive, and a power of two for blocks and warps")
+
+    @property
+    def label(self) -> str:
+        """Short name, as in ``resident m16 n32 s1 w4 x4``."""
+        if self.variant == "library":
+            return self.variant
+        late = "" if self.ahead else " late"
+        return f"{self.variant} m{self.block_m} n{self.block_n} s{self.splits} w{self.num_warps} x{self.stages}{late}"
+
+
+LIBRARY = LinearPlan("library")
+
+
+@dataclass(frozen=True)
+class LinearWorkspace:
+    """What products that split their inputs share on one stream: partial sums, and a counter per output tile.
+
+    Counters are zero between products: whoever counts last sets them back.
+    """
+
+    # [splits * M * N] at least
+    partials: torch.Tensor
+    # [tiles of M * tiles of N] at least, int32
+    counters: torch.Tensor
+
+    @classmethod
+    def of(cls, device: torch.device | str, *, num_partials: int, num_tiles: int) -> LinearWorkspace:
+        """Return one of the given sizes, counters zero."""
+        return cls(
+            torch.empty(num_partials, dtype=torch.float32, device=device),
+            torch.zeros(num_tiles, dtype=torch.int32, device=device),
+        )
+
+    def require(self, plan: LinearPlan, num_rows: int, num_outputs: int) -> None:
+        """Raise `ValueError` if the workspace is too small for a product."""
+        tiles = cdiv(num_rows, plan.block_m) * cdiv(num_outputs, plan.block_n)
+        partials = plan.splits * num_rows * num_outputs
+        if self.counters.numel() < tiles or self.partials.numel() < partials:
+            raise ValueError(
+                f"workspace of {self.partials.numel()} partial sums and {self.counters.numel()} counters: "
+                f"{num_rows} x {num_outputs} outputs by {plan.label} need {partials} and {tiles}"
+            )

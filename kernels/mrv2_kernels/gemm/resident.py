@@ -1,0 +1,207 @@
+"""Product of few rows with weights that wait in shared memory:  out = x @ weight.T.
+
+A program owns `BLOCK_N` outputs over one split of the inputs.  It orders all its weights into shared memory at once
+with asynchronous copies, before it waits for the kernel that makes x (`mrv2_kernels.gemm.pdl`); then it brings x
+through a ring of `STAGES` blocks.  So most of the memory traffic of a product passes under the product before it,
+and from the predecessor's end to this one's lie a read of x from L2, the multiplication and a store.
+
+Warps share out the inputs, not the outputs: warp w multiplies the columns k of every chunk with
+``k // KW % num_warps == w`` as one batch of a batched product (mma.sync m16n8k16), so that each weight passes from
+shared memory to registers once; the warps' sums are added at the end.  Splits of the inputs write partial sums to a
+workspace; the last program of a tile to arrive adds them in their order, so results do not depend on who is last.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mrv2_kernels._gluon import ampere, block_barrier, gl, gluon
+from mrv2_kernels._triton import cdiv
+from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
+from mrv2_kernels.gemm.plan import LinearPlan, LinearWorkspace
+
+# columns of a warp's share of a chunk: rows of 128 bytes
+KW = 64
+# what a program may have on Hopper and Blackwell, less what the sum over warps and the compiler take
+_SHARED_BYTES = 224 << 10
+
+
+# a count of rows must neither become a constant nor make variants
+@gluon.jit(do_not_specialize=["num_rows"])
+def _resident_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    KW: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    W: gl.constexpr = gl.num_warps()
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    # eight threads copy a row of 128 bytes, 16 bytes each
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [W, 1, 1], [2, 1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [W, 1], [1, 0])
+    if PDL:
+        gdc_launch_dependents()
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    first_row = gl.program_id(2) * BLOCK_M
+    # [chunk, warp, row, column]
+    w_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [CHUNKS, W, BLOCK_N, KW], SHARED)
+    x_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [STAGES, W, BLOCK_M, KW], SHARED)
+    i_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    i_k = gl.arange(0, KW, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    i_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None] + tile * BLOCK_N
+    i_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None] + first_row
+    k = split * (CHUNKS * W * KW) + i_w * KW + i_k
+    w_ptrs = weight_ptr + i_n.to(gl.int64) * num_inputs + k
+    for c in gl.static_range(CHUNKS):
+        # masked elements arrive as zeros
+        mask = (i_n < num_outputs) & (k + c * W * KW < num_inputs)
+        ampere.async_copy.async_copy_global_to_shared(w_shared.index(c), w_ptrs + c * W * KW, mask=mask)
+        ampere.async_copy.commit_group()
+    if PDL:
+        gdc_wait()
+    x_ptrs = x_ptr + i_m.to(gl.int64) * x_stride + k
+    for c in gl.static_range(STAGES):
+        mask = (i_m < num_rows) & (k + c * W * KW < num_inputs)
+        ampere.async_copy.async_copy_global_to_shared(x_shared.index(c), x_ptrs + c * W * KW, mask=mask)
+        ampere.async_copy.commit_group()
+    acc = gl.zeros([W, BLOCK_M, BLOCK_N], gl.float32, ACC)
+    for c in gl.static_range(CHUNKS):
+        ampere.async_copy.wait_group(STAGES - 1 if c + STAGES <= CHUNKS else CHUNKS - 1 - c)
+        a = x_shared.index(c % STAGES).load(A)
+        b = w_shared.index(c).permute((0, 2, 1)).load(B)
+        acc = ampere.mma_v2(a, b, acc)
+        if c + STAGES < CHUNKS:
+            mask = (i_m < num_rows) & (k + (c + STAGES) * W * KW < num_inputs)
+            ampere.async_copy.async_copy_global_to_shared(
+                x_shared.index(c % STAGES), x_ptrs + (c + STAGES) * W * KW, mask=mask
+            )
+            ampere.async_copy.commit_group()
+    out = gl.convert_layout(gl.sum(acc, axis=0), OUT)
+    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None] + first_row
+    o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))[None, :] + tile * BLOCK_N
+    o_mask = (o_m < num_rows) & (o_n < num_outputs)
+    offsets = o_m.to(gl.int64) * num_outputs + o_n
+    if SPLITS == 1:
+        gl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=o_mask)
+    else:
+        size = num_rows.to(gl.int64) * num_outputs
+        gl.store(partials_ptr + split * size + offsets, out, mask=o_mask)
+        # all warps' sums are stored before one of them counts
+        block_barrier()
+        counter_ptr = counters_ptr + gl.program_id(2) * gl.num_programs(0) + tile
+        arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            total = gl.load(partials_ptr + offsets, mask=o_mask, other=0.0, cache_modifier=".cg")
+            for s in gl.static_range(1, SPLITS):
+                total += gl.load(partials_ptr + s * size + offsets, mask=o_mask, other=0.0, cache_modifier=".cg")
+            gl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=o_mask)
+            gl.store(counter_ptr, 0)
+
+
+def num_chunks(plan: LinearPlan, num_inputs: int) -> int:
+    """Return how many chunks of `num_warps` x 64 columns a program multiplies."""
+    return cdiv(num_inputs, plan.splits * plan.num_warps * KW)
+
+
+def shared_bytes(plan: LinearPlan, num_inputs: int) -> int:
+    """Return the shared memory of a program in bytes, at 2 bytes an element."""
+    chunks = num_chunks(plan, num_inputs)
+    row = 2 * plan.num_warps * KW
+    return row * (chunks * plan.block_n + min(plan.stages, chunks) * plan.block_m)
+
+
+def why_not_resident(plan: LinearPlan, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> str | None:
+    """Return why a plan does not suit a shape, or None."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype}: only bfloat16 and float16"
+    if num_inputs % 16 or num_outputs % 16:
+        return f"{num_outputs} outputs of {num_inputs} inputs: both must be multiples of 16"
+    if plan.block_m < 16 or plan.block_n < 8:
+        return f"tile {plan.block_m} x {plan.block_n}: at least 16 x 8"
+    if (plan.splits - 1) * num_chunks(plan, num_inputs) * plan.num_warps * KW >= num_inputs:
+        return f"{num_inputs} inputs leave nothing to the last of {plan.splits} splits"
+    wanted = max(shared_bytes(plan, num_inputs), 4 * plan.num_warps * plan.block_m * plan.block_n)
+    return None if wanted <= _SHARED_BYTES else f"{wanted >> 10} KiB of shared memory: {_SHARED_BYTES >> 10} at most"
+
+
+def resident_linear(
+    # [M, K], row stride free, a multiple of 16
+    x: torch.Tensor,
+    # [N, K]
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    workspace: LinearWorkspace | None = None,
+    # [M, N]
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x @ weight.T [M, N]; CUDA only.
+
+    Raises `ValueError` for a shape that the plan does not suit, or a missing or too small workspace.
+    """
+    (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
+    reason = why_not_resident(plan, num_outputs, num_inputs, x.dtype)
+    if reason is not None:
+        raise ValueError(f"{plan.label}: {reason}")
+    assert x.stride(1) == 1 and x.stride(0) % 16 == 0, f"rows must be contiguous and aligned, strides {x.stride()}"
+    assert weight.is_contiguous(), f"weights must be contiguous, strides {weight.stride()}"
+    out = x.new_empty((num_rows, num_outputs)) if out is None else out
+    if num_rows == 0:
+        return out
+    if plan.splits > 1:
+        if workspace is None:
+            raise ValueError(f"{plan.label} adds partial sums: it needs a workspace")
+        workspace.require(plan, num_rows, num_outputs)
+    chunks, pdl = num_chunks(plan, num_inputs), plan.ahead and has_pdl(x)
+    _resident_linear_kernel[(cdiv(num_outputs, plan.block_n), plan.splits, cdiv(num_rows, plan.block_m))](
+        x,
+        weight,
+        out,
+        out if workspace is None else workspace.partials,
+        out if workspace is None else workspace.counters,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        x.stride(0),
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        KW=KW,
+        CHUNKS=chunks,
+        STAGES=min(plan.stages, chunks),
+        SPLITS=plan.splits,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def aot_cases() -> list[AotCase]:
+    """Return representative signatures: whole inputs, and split ones."""
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    workspace = {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
+    sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride"), "i32")
+    constants: dict[str, object] = {"KW": KW, "PDL": True}
+    shapes: list[dict[str, object]] = [
+        {"BLOCK_M": 16, "BLOCK_N": 32, "CHUNKS": 4, "STAGES": 4, "SPLITS": 1},
+        {"BLOCK_M": 64, "BLOCK_N": 32, "CHUNKS": 3, "STAGES": 2, "SPLITS": 4},
+    ]
+    signature = pointers | workspace | sizes
+    aligned = frozenset(signature) - {"num_rows"}
+    return [AotCase(_resident_linear_kernel, signature, constants | shape, aligned=aligned) for shape in shapes]

@@ -1,0 +1,86 @@
+"""Products of few rows, compiled: against float64, alone and in chains whose kernels overlap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrv2_kernels.gemm import LinearPlan, linear, why_not, workspace_for
+from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 4, 8, 16, 17, 33, 64, 70)
+# Qwen3-0.6B's o and down, SmolLM2's qkv and down, and one whose blocks have tails
+SHAPES = ((1024, 2048), (1024, 3072), (960, 576), (576, 1536), (80, 272))
+PLANS = (
+    LinearPlan("gemv", block_n=8),
+    LinearPlan("streamed", block_m=16, block_n=32),
+    LinearPlan("streamed", block_m=64, block_n=64, splits=2),
+    LinearPlan("resident", block_m=16, block_n=8),
+    LinearPlan("resident", block_m=16, block_n=16, splits=2, num_warps=8, stages=2),
+    LinearPlan("resident", block_m=32, block_n=32, splits=4),
+    LinearPlan("resident", block_m=64, block_n=16, stages=2),
+)
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda")
+
+
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 5e-3) -> None:
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error <= tolerance, f"relative error {error}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.label)
+@pytest.mark.parametrize("num_outputs, num_inputs", SHAPES)
+def test_product(num_outputs: int, num_inputs: int, plan: LinearPlan, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = (_random(num_outputs, num_inputs) / num_inputs**0.5).to(dtype)
+    suited = [m for m in ROWS if why_not(plan, m, num_outputs, num_inputs, dtype) is None]
+    workspace = workspace_for([(plan, m, num_outputs) for m in suited], "cuda")
+    for num_rows in suited:
+        # every second row of a wider tensor
+        x = _random(2 * num_rows, num_inputs + 16).to(dtype)[::2, :num_inputs]
+        out = torch.full((num_rows, num_outputs), float("nan"), dtype=dtype, device="cuda")
+        linear(x, weight, plan, workspace, out)
+        _assert_close(out, x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 64])
+@pytest.mark.parametrize("variant", ["gemv", "streamed", "resident"])
+def test_a_chain_that_overlaps_is_the_chain_one_by_one(variant: str, num_rows: int) -> None:
+    """Each product reads what the one before wrote, in two buffers that take turns."""
+    plans = [LinearPlan(variant, block_m=64, block_n=16, stages=2), LinearPlan(variant, 32, 16, splits=2, stages=2)]
+    if variant == "gemv":
+        if num_rows > 1:
+            pytest.skip("a gemv has at most four rows")
+        plans = plans[:1]
+    torch.manual_seed(0)
+    weights = [(_random(1024, 1024) / 32).bfloat16() for _ in range(40)]
+    workspace = workspace_for([(plan, num_rows, 1024) for plan in plans], "cuda")
+    start = _random(num_rows, 1024).bfloat16()
+    results = []
+    for one_by_one in (True, False, False):
+        buffers = [start.clone(), torch.empty_like(start)]
+        for index, weight in enumerate(weights):
+            linear(buffers[index % 2], weight, plans[index % len(plans)], workspace, buffers[1 - index % 2])
+            if one_by_one:
+                torch.cuda.synchronize()
+        results.append(buffers[0])
+    assert torch.isfinite(results[0]).all() and results[0].any()
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("gated", [False, True])
+def test_gemv_with_what_surrounds_it(gated: bool, num_rows: int) -> None:
+    torch.manual_seed(0)
+    x, norm = _random(num_rows, 1024).bfloat16(), torch.rand(1024, device="cuda").bfloat16()
+    weight, residual = (_random(6144, 1024) / 32).bfloat16(), _random(num_rows, 3072 if gated else 6144).bfloat16()
+    given = {"norm": norm, "eps": 1e-6, "gated": gated, "residual": residual}
+    out = gemv_triton(x, weight, LinearPlan("gemv", block_n=8), **given)
+    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    _assert_close(out, gemv_torch(x.double(), weight.double(), **wide), 1e-2)

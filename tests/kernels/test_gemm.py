@@ -1,0 +1,140 @@
+"""Products of few rows: every interpretable variant against float64, odd shapes, splits, fusions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrv2_kernels.gemm import LIBRARY, LinearPlan, LinearWorkspace, linear, why_not, workspace_for
+from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
+
+# one rounding of the result and a little for sums of up to 3072 terms of size one
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3}
+ROWS = (1, 2, 7, 16, 17, 33, 70)
+# SmolLM2's: qkv, o, gate-up, down; and small ones whose blocks have tails
+SHAPES = ((960, 576), (576, 576), (192, 1536), (48, 64), (80, 272))
+
+
+def made_up(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x, every second row of a wider tensor, and weights; products are of size one."""
+    torch.manual_seed(0)
+    x = torch.randn(2 * num_rows, num_inputs + 16, dtype=torch.float64).to(dtype)[::2, :num_inputs]
+    return x, (torch.randn(num_outputs, num_inputs, dtype=torch.float64) / num_inputs**0.5).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare by the norm of the difference, as fits sums of random terms; NaN never passes."""
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error <= TOLERANCE[actual.dtype], f"relative error {error}"
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("num_outputs, num_inputs", SHAPES)
+def test_streamed(num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    x, weight = made_up(num_rows, num_outputs, num_inputs, torch.float32)
+    out = linear.triton(x, weight, LinearPlan("streamed", block_m=32, block_n=64))
+    assert_close(out, x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_streamed_in_every_dtype(dtype: torch.dtype) -> None:
+    x, weight = made_up(5, 80, 272, dtype)
+    out = linear.triton(x, weight, LinearPlan("streamed", block_n=32))
+    assert out.dtype == dtype
+    assert_close(out, x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4])
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_split_inputs_add_up_and_leave_the_workspace_ready(splits: int, num_rows: int) -> None:
+    plan = LinearPlan("streamed", block_n=32, splits=splits)
+    workspace = workspace_for([(plan, num_rows, 80)], "cpu")
+    assert workspace is not None
+    for num_inputs in (1536, 1168):
+        workspace.partials.fill_(float("nan"))
+        x, weight = made_up(num_rows, 80, num_inputs, torch.float32)
+        assert_close(linear.triton(x, weight, plan, workspace), x.double() @ weight.double().T)
+        assert not workspace.counters.any()
+
+
+def test_a_split_plan_asks_for_a_workspace() -> None:
+    plan = LinearPlan("streamed", splits=2)
+    x, weight = made_up(3, 48, 512, torch.float32)
+    with pytest.raises(ValueError, match="needs a workspace"):
+        linear.triton(x, weight, plan)
+    with pytest.raises(ValueError, match="need 288 and 3"):
+        linear.triton(x, weight, plan, LinearWorkspace.of("cpu", num_partials=288, num_tiles=2))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gemv(num_rows: int, dtype: torch.dtype) -> None:
+    x, weight = made_up(num_rows, 80, 272, dtype)
+    out = linear.triton(x, weight, LinearPlan("gemv"))
+    assert out.shape == (num_rows, 80)
+    if num_rows:
+        assert_close(out, x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_gemv_with_what_surrounds_it(with_norm: bool, with_residual: bool, gated: bool) -> None:
+    x, weight = made_up(3, 96, 272, torch.float64)
+    norm = torch.rand(272, dtype=torch.float64) if with_norm else None
+    residual = torch.randn(3, 48 if gated else 96, dtype=torch.float64) if with_residual else None
+    s = x if norm is None else x / (x.square().mean(1, keepdim=True) + 0.1).sqrt() * norm
+    expected = s @ weight.T
+    if gated:
+        expected = expected[:, :48] * expected[:, :48].sigmoid() * expected[:, 48:]
+    if residual is not None:
+        expected = expected + residual
+    for twin in (gemv_triton, gemv_torch):
+        out = twin(x, weight, LinearPlan("gemv"), norm=norm, eps=0.1, gated=gated, residual=residual)
+        assert_close(out, expected)
+
+
+def test_gemv_adds_to_its_residual_in_place() -> None:
+    x, weight = made_up(2, 96, 272, torch.float64)
+    stream = torch.randn(2, 96, dtype=torch.float64)
+    expected = stream + x @ weight.T
+    assert gemv_triton(x, weight, LinearPlan("gemv"), residual=stream, out=stream) is stream
+    assert_close(stream, expected)
+
+
+def test_the_reference_and_the_library_are_the_product() -> None:
+    x, weight = made_up(3, 80, 272, torch.float64)
+    expected = x @ weight.T
+    out = torch.full_like(expected, float("nan"))
+    assert linear(x, weight, LIBRARY, out=out) is out
+    assert_close(out, expected)
+    assert_close(linear.triton(x, weight), expected)
+
+
+@pytest.mark.parametrize(
+    "plan, shape, reason",
+    [
+        (LinearPlan("gemv"), (5, 64, 64), "at most 4"),
+        (LinearPlan("streamed"), (1, 72, 64), "multiples of 16"),
+        (LinearPlan("streamed", splits=3), (1, 64, 256), "nothing to the last of 3"),
+        (LinearPlan("resident", block_n=128), (1, 1024, 1024), "KiB of shared memory"),
+        (LinearPlan("resident"), (1, 64, 72), "multiples of 16"),
+        (LinearPlan("resident", block_m=8), (1, 64, 64), "at least 16 x 8"),
+        (LinearPlan("resident", splits=4), (1, 64, 512), "nothing to the last of 4"),
+        (LinearPlan("resident", block_n=8), (1, 64, 3072), None),
+        (LinearPlan("library"), (999, 7, 3), None),
+    ],
+)
+def test_what_does_not_suit_a_plan_is_said(plan: LinearPlan, shape: tuple[int, int, int], reason: str | None) -> None:
+    found = why_not(plan, *shape, torch.bfloat16)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_only_half_precision_is_resident() -> None:
+    assert "float32" in (why_not(LinearPlan("resident"), 1, 64, 64, torch.float32) or "")
+
+
+@pytest.mark.parametrize("fields", [{"variant": "fast"}, {"block_n": 24}, {"splits": 0}, {"num_warps": 3}])
+def test_plans_are_checked(fields: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        LinearPlan(**{"variant": "gemv"} | fields)

@@ -1,0 +1,1 @@
+# For pyright only: the folder of Gluon.

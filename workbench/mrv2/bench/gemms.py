@@ -1,0 +1,427 @@
+"""The four matrix products of all layers in one CUDA graph, by every plan there is, against reading the weights once.
+
+Qwen3-0.6B's products (`gemm_cases.PRODUCTS`) in bf16 with the distinct weights of 28 layers, 881 MB, which no cache
+holds.  Each reads a part of what the one before wrote.  Per batch size:
+
+1. every plan is compiled and checked against float64, in processes of their own (`gemm_check`);
+2. every plan that passed is timed on its product alone: a graph of 28 of them;
+3. chains of all 112 products are timed: all by the library; the fastest of each variant per product; the fastest of
+   all per product; and the best found from there by exchanging one product's plan at a time ("picked");
+4. the picked chain must give the library's result within rounding, and the same bits when its kernels are launched
+   one by one.
+
+Times are medians of replays by CUDA events, the graph's launch included.  What was picked goes into the record in
+the form of the table `mrv2_kernels.gemm.picks`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from mrv2.bench.bandwidth import Limit, measure_read_bandwidth
+from mrv2.bench.environment import environment
+from mrv2.bench.gemm_cases import (
+    BUCKETS,
+    DTYPE,
+    EPS,
+    NUM_LAYERS,
+    PRODUCTS,
+    Product,
+    candidates,
+    fused_candidates,
+)
+from mrv2.bench.gemm_check import Task, Verdict, check_all
+from mrv2.device import Device
+from mrv2.errors import ConfigError
+from mrv2.instrument import recording
+from mrv2_kernels.gemm import LIBRARY, VARIANTS, LinearPlan, LinearWorkspace, linear, workspace_for
+from mrv2_kernels.gemm.gemv import gemv_triton
+from mrv2_kernels.gemm.picks import as_entry
+
+KIND = "mrv2-gemms"
+_STAGE, _BEFORE = "measure", "measure: before"
+_REPLAYS = 21
+# where what starting ahead brings is measured
+_LATE_TOO = (8, 32)
+# plans of each product that the search for the best chain looks at
+_NEIGHBOURS = 4
+# of the library's chain, after 112 products each rounded to bf16
+_CHAIN_TOLERANCE = 0.1
+
+Plans = tuple[LinearPlan, ...]
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """One plan on one product, or why it has no time."""
+
+    num_rows: int
+    product: str
+    plan: str
+    # of one product
+    microseconds: float | None
+    # of its weights' bytes over that time, of the read bandwidth
+    share_of_read_bandwidth: float | None
+    error: float | None
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class ChainTime:
+    """One choice of plans on all 112 products."""
+
+    num_rows: int
+    name: str
+    plans: tuple[str, ...]
+    microseconds: float | None
+    # of reading all weights once, over that time
+    share_of_floor: float | None
+    # of its result against the library's; None where that is another function
+    difference: float | None = None
+    same_eagerly: bool | None = None
+    failure: str | None = None
+
+
+def measure_gemms(
+    device: Device,
+    *,
+    buckets: Sequence[int] = BUCKETS,
+    num_processes: int | None = None,
+    progress: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Check and time every plan; return the record as plain values.  CUDA only."""
+    if device.type != "cuda":
+        raise ConfigError("--gemms measures kernels: it needs a CUDA device")
+    begin = time.perf_counter()
+    limit = measure_read_bandwidth(device)
+    torch.cuda.empty_cache()
+    tasks = [Task(m, product, plan) for m in buckets for product in PRODUCTS for plan in candidates(m, product)]
+    if 1 in buckets:
+        tasks += [Task(1, product, plan, fused=True) for product in PRODUCTS for plan in fused_candidates(1, product)]
+    progress(f"gemms: compiling and checking {len(tasks)} plans")
+    verdicts = check_all(tasks, num_processes=num_processes or min(16, os.cpu_count() or 1))
+    seconds = {"check": time.perf_counter() - begin}
+    products: list[ProductTime] = []
+    chains: list[ChainTime] = []
+    picked: dict[int, Plans] = {}
+    stack = _Stack(device)
+    for num_rows in buckets:
+        progress(f"gemms: {num_rows} rows, {time.perf_counter() - begin:.0f} s so far")
+        bucket = _Bucket(stack, num_rows, limit)
+        bucket.measure({task: verdict for task, verdict in verdicts.items() if task.num_rows == num_rows})
+        products += bucket.products
+        chains += bucket.chains
+        picked[num_rows] = bucket.picked
+    seconds["all"] = time.perf_counter() - begin
+    return make_record(products, chains, picked, limit, seconds)
+
+
+def make_record(
+    products: list[ProductTime],
+    chains: list[ChainTime],
+    picked: dict[int, Plans],
+    limit: Limit,
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """Return the record: environment, limit, all that was tried, and the picks."""
+    return {
+        "kind": KIND,
+        "environment": environment(),
+        "num_layers": NUM_LAYERS,
+        "shapes": {each.name: [each.num_outputs, each.num_inputs] for each in PRODUCTS},
+        "read_gigabytes_per_second": 1e-9 * limit.value,
+        "read_method": limit.method,
+        "floor_microseconds": 1e6 * floor_seconds(limit),
+        "seconds": seconds,
+        "chains": [asdict(each) for each in chains],
+        "products": [asdict(each) for each in products],
+        "picks": [
+            as_entry(m, product.num_outputs, product.num_inputs, plan)
+            for m, plans in picked.items()
+            for product, plan in zip(PRODUCTS, plans, strict=True)
+        ],
+    }
+
+
+def floor_seconds(limit: Limit) -> float:
+    """Return the time of reading all weights once."""
+    return NUM_LAYERS * sum(product.weight_bytes for product in PRODUCTS) / limit.value
+
+
+def report(record: dict[str, Any]) -> str:
+    """Return the record as tables: the fastest plans of each product, failures, chains."""
+    lines = [
+        f"{record['num_layers']} layers, bf16; reads at {record['read_gigabytes_per_second']:,.0f} GB/s "
+        f"({record['read_method']}): floor {record['floor_microseconds']:.0f} us; "
+        f"{record['seconds']['all']:.0f} s, {record['seconds']['check']:.0f} of them to compile and check",
+        "",
+        "one product alone: us each, share of read bandwidth; the three fastest plans, and the library's",
+    ]
+    timed = [each for each in record["products"] if each["microseconds"] is not None]
+    for num_rows, name in dict.fromkeys((each["num_rows"], each["product"]) for each in timed):
+        found = [each for each in timed if (each["num_rows"], each["product"]) == (num_rows, name)]
+        found.sort(key=lambda each: each["microseconds"])
+        shown = found[:3] + [each for each in found[3:] if each["plan"] == LIBRARY.label]
+        cells = (f"{e['microseconds']:.2f} {e['share_of_read_bandwidth']:.0%} {e['plan']}" for e in shown)
+        lines.append(f"M = {num_rows:<4}{name:8} " + " | ".join(cells))
+    failed = [each for each in record["products"] + record["chains"] if each["failure"] is not None]
+    lines += ["", f"failed: {len(failed)}"]
+    reasons: dict[str, list[str]] = {}
+    for each in failed:
+        what = each.get("plan") or each["name"]
+        reasons.setdefault(each["failure"][:160], []).append(f"M={each['num_rows']} {each.get('product', '')} {what}")
+    lines += [f"  {len(where)} x {why}, first: {where[0]}" for why, where in list(reasons.items())[:12]]
+    lines += ["", "all products of all layers in one graph", f"{'M':>4} {'chain':22}{'us':>8}{'of floor':>9}  notes"]
+    for each in record["chains"]:
+        if each["microseconds"] is None:
+            continue
+        notes = []
+        if each["difference"] is not None:
+            notes.append(f"differs {each['difference']:.1e}")
+        if each["same_eagerly"] is False:
+            notes.append("NOT THE SAME EAGERLY")
+        if each["name"] in ("picked", "picked, fused"):
+            notes.append("; ".join(each["plans"]))
+        lines.append(
+            f"{each['num_rows']:>4} {each['name']:22}{each['microseconds']:8.1f}{each['share_of_floor']:9.0%}  "
+            + ", ".join(notes)
+        )
+    return "\n".join(lines)
+
+
+def headline(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what fits one JSON line."""
+    gpu = record["environment"]["gpu"] or {}
+    return {
+        "kind": KIND,
+        "gpu": gpu.get("name"),
+        "revision": record["environment"]["revision"],
+        "read_gb_s": round(record["read_gigabytes_per_second"]),
+        "floor_us": round(record["floor_microseconds"]),
+        "us": {
+            f"{each['num_rows']} {each['name']}": round(each["microseconds"], 1)
+            for each in record["chains"]
+            if each["microseconds"] is not None
+        },
+    }
+
+
+def is_right(record: dict[str, Any]) -> bool:
+    """Say whether each batch size has a picked chain that gives the library's result, the same bits eagerly."""
+    found = [each for each in record["chains"] if each["name"] == "picked"]
+    wanted = {each["num_rows"] for each in record["picks"]}
+    return {each["num_rows"] for each in found} == wanted and all(
+        each["failure"] is None and each["same_eagerly"] for each in found
+    )
+
+
+class _Stack:
+    """The weights of all layers, and timing."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        # per product, per layer: [N, K] bf16
+        self.weights = [
+            [device.empty((product.num_outputs, product.num_inputs), DTYPE) for _ in range(NUM_LAYERS)]
+            for product in PRODUCTS
+        ]
+        # [H]
+        self.norm = device.full((PRODUCTS[0].num_inputs,), 1.0, DTYPE)
+        device.main.run(_STAGE, self._fill)
+
+    def _fill(self) -> None:
+        generator = torch.Generator(self.norm.device).manual_seed(0)
+        for layers in self.weights:
+            for weight in layers:
+                # keeps a chain's values at size one
+                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+
+    def graph_seconds(self, work: Callable[[], None], before: Callable[[], None]) -> float:
+        """Return the median time of a replay of `work`; `before` runs ahead of each, untimed."""
+        self.device.main.run(_BEFORE, before)
+        self.device.main.run(_STAGE, work)
+        self.device.synchronize("gemms: warm-up")
+        graph = self.device.capture(work)
+        for _ in range(2):
+            self.device.main.run(_STAGE, graph.replay)
+        with recording(self.device) as recorder:
+            for _ in range(_REPLAYS):
+                self.device.main.run(_BEFORE, before)
+                self.device.main.run(_STAGE, graph.replay)
+            self.device.synchronize("gemms")
+            spans = [span for span in recorder.spans() if span.kind == "device" and span.name == _STAGE]
+            times = [span.end_ns - span.start_ns for span in spans]
+        assert len(times) == _REPLAYS, f"{_REPLAYS} replays were submitted, {len(times)} were timed"
+        return median(times) * 1e-9
+
+
+class _Bucket:
+    """Buffers and results of one batch size."""
+
+    def __init__(self, stack: _Stack, num_rows: int, limit: Limit) -> None:
+        self.stack, self.num_rows, self.limit = stack, num_rows, limit
+        device = stack.device
+        self.products: list[ProductTime] = []
+        self.chains: list[ChainTime] = []
+        self.picked: Plans = (LIBRARY,) * len(PRODUCTS)
+        # per product: [M, N] bf16
+        self.outs = [device.zeros((num_rows, product.num_outputs), DTYPE) for product in PRODUCTS]
+        # per product: [M, K], a part of what the product before wrote
+        self.inputs = [self.outs[index - 1][:, : product.num_inputs] for index, product in enumerate(PRODUCTS)]
+        # [M, H]
+        generator = torch.Generator(stack.norm.device).manual_seed(num_rows)
+        self.start = torch.randn(
+            self.outs[-1].shape, generator=generator, device=stack.norm.device, dtype=torch.float32
+        ).to(DTYPE)
+        self.library_result: torch.Tensor | None = None
+
+    def measure(self, verdicts: dict[Task, Verdict]) -> None:
+        """Fill `products`, `chains` and `picked`."""
+        times: list[dict[LinearPlan, float]] = [self._times(index, verdicts) for index in range(len(PRODUCTS))]
+        self._chain("library", self.picked)
+        ranked = [sorted(found, key=lambda plan, found=found: found[plan]) for found in times]
+        for variant in VARIANTS[1:]:
+            best = [next((plan for plan in plans if plan.variant == variant), None) for plans in ranked]
+            if any(best):
+                self._chain(f"fastest {variant}", tuple(plan or LIBRARY for plan in best))
+        if not all(ranked):
+            return
+        plans = tuple(each[0] for each in ranked)
+        best_time = self._chain("fastest alone", plans)
+        for index, each in enumerate(ranked):
+            for plan in each[1:_NEIGHBOURS]:
+                tried = (*plans[:index], plan, *plans[index + 1 :])
+                spent = self._time(self._work(tried))
+                if spent is not None and (best_time is None or spent < best_time):
+                    plans, best_time = tried, spent
+        self.picked = plans
+        self._chain("picked", plans)
+        if self.num_rows in _LATE_TOO:
+            self._chain("picked, none ahead", tuple(replace(plan, ahead=False) for plan in plans))
+        if self.num_rows == 1:
+            self._measure_fused(verdicts)
+
+    def _times(self, index: int, verdicts: dict[Task, Verdict]) -> dict[LinearPlan, float]:
+        """Time each plan that passed on one product alone; return seconds a product."""
+        product, found = PRODUCTS[index], {}
+        for task, verdict in verdicts.items():
+            if task.product is not product or task.fused:
+                continue
+            failure, seconds = verdict.failure, None
+            if failure is None:
+                try:
+                    seconds = self._time_alone(index, task.plan)
+                    found[task.plan] = seconds
+                except Exception as fault:  # a plan that fails is reported, not fatal
+                    failure = f"{type(fault).__name__}: {' '.join(str(fault).split())[:400]}"
+            share = None if seconds is None else product.weight_bytes / seconds / self.limit.value
+            us = None if seconds is None else 1e6 * seconds
+            self.products.append(
+                ProductTime(self.num_rows, product.name, task.plan.label, us, share, verdict.error, failure)
+            )
+        return found
+
+    def _workspace(self, plans: Plans, products: Sequence[Product] = PRODUCTS) -> LinearWorkspace | None:
+        wanted = [(plan, self.num_rows, product.num_outputs) for plan, product in zip(plans, products, strict=True)]
+        return workspace_for(wanted, self.stack.norm.device)
+
+    def _time_alone(self, index: int, plan: LinearPlan) -> float:
+        workspace = self._workspace((plan,), (PRODUCTS[index],))
+        x, out = self.start.new_ones((self.num_rows, PRODUCTS[index].num_inputs)).normal_(), self.outs[index]
+
+        def work() -> None:
+            for weight in self.stack.weights[index]:
+                linear(x, weight, plan, workspace, out)
+
+        return self.stack.graph_seconds(work, lambda: None) / NUM_LAYERS
+
+    def _work(self, plans: Plans) -> Callable[[], None]:
+        workspace = self._workspace(plans)
+
+        def work() -> None:
+            for layer in range(NUM_LAYERS):
+                for index, plan in enumerate(plans):
+                    linear(self.inputs[index], self.stack.weights[index][layer], plan, workspace, self.outs[index])
+
+        return work
+
+    def _restart(self) -> None:
+        self.outs[-1].copy_(self.start)
+
+    def _time(self, work: Callable[[], None]) -> float | None:
+        try:
+            return self.stack.graph_seconds(work, self._restart)
+        except Exception:  # the plan it is compared with stays
+            return None
+
+    def _chain(self, name: str, plans: Plans) -> float | None:
+        """Time a chain of plain products, compare its result with the library's, and note both."""
+        return self._note(name, plans, self._work(plans), compare=True)
+
+    def _note(self, name: str, plans: Plans, work: Callable[[], None], *, compare: bool) -> float | None:
+        labels = tuple(plan.label for plan in plans)
+        try:
+            seconds = self.stack.graph_seconds(work, self._restart)
+            result = self.outs[-1].clone()
+            device = self.stack.device
+            device.main.run(_BEFORE, self._restart)
+            device.main.run(_STAGE, work)
+            device.synchronize("gemms: eager")
+            is_same = torch.equal(result, self.outs[-1])
+        except Exception as fault:  # a chain that fails is reported, not fatal
+            failure = f"{type(fault).__name__}: {' '.join(str(fault).split())[:400]}"
+            self.chains.append(ChainTime(self.num_rows, name, labels, None, None, failure=failure))
+            return None
+        difference, failure = None, None
+        if self.library_result is None:
+            self.library_result = result.double()
+        if compare:
+            difference = float((result.double() - self.library_result).norm() / self.library_result.norm())
+            if not difference <= _CHAIN_TOLERANCE:
+                failure = f"differs from the library's chain by {difference:.2g}"
+        share = floor_seconds(self.limit) / seconds
+        self.chains.append(ChainTime(self.num_rows, name, labels, 1e6 * seconds, share, difference, is_same, failure))
+        return seconds if failure is None else None
+
+    def _measure_fused(self, verdicts: dict[Task, Verdict]) -> None:
+        """Time the chain with norms, gated activation and residuals inside its products."""
+        choices: list[list[LinearPlan]] = []
+        for product in PRODUCTS:
+            fused = {task: verdict for task, verdict in verdicts.items() if task.fused and task.product is product}
+            choices.append([task.plan for task, verdict in fused.items() if verdict.failure is None])
+            self.products += [
+                ProductTime(1, f"{product.name}, fused", task.plan.label, None, None, verdict.error, verdict.failure)
+                for task, verdict in fused.items()
+            ]
+        if not all(choices):
+            return
+        best_time, best = None, tuple(each[0] for each in choices)
+        for index, each in enumerate(choices):
+            for plan in each:
+                tried = (*best[:index], plan, *best[index + 1 :])
+                seconds = self._time(self._fused_work(tried))
+                if seconds is not None and (best_time is None or seconds < best_time):
+                    best_time, best = seconds, tried
+        self._note("picked, fused", best, self._fused_work(best), compare=False)
+
+    def _fused_work(self, plans: Plans) -> Callable[[], None]:
+        """norm and qkv; o and residual; norm, gate-up and activation; down and residual."""
+        weights, norm, stream = self.stack.weights, self.stack.norm, self.outs[-1]
+        qkv, gated = self.outs[0], self.outs[2].new_empty((self.num_rows, PRODUCTS[3].num_inputs))
+
+        def work() -> None:
+            for layer in range(NUM_LAYERS):
+                first, second, third, fourth = (layers[layer] for layers in weights)
+                gemv_triton(stream, first, plans[0], norm=norm, eps=EPS, out=qkv)
+                gemv_triton(qkv[:, : PRODUCTS[1].num_inputs], second, plans[1], residual=stream, out=stream)
+                gemv_triton(stream, third, plans[2], norm=norm, eps=EPS, gated=True, out=gated)
+                gemv_triton(gated, fourth, plans[3], residual=stream, out=stream)
+
+        return work
