@@ -128,20 +128,43 @@ def test_the_kind_changes_while_requests_run() -> None:
     assert [served[f"r{i}"].token_ids for i in range(3)] == whole
 
 
-def test_drafts_made_under_other_rules_are_forgotten() -> None:
+def test_drafts_made_under_other_rules_are_not_verified() -> None:
     """A draft is verified in the step behind it, by the rules under which it was drawn, or never."""
     core = make_core(max_num_spec_tokens=K, ngram_min=1, knobs=knobs("token_exact"))
     collector = Collector(core)
-    prompt = [5, 6, 7] * 5
-    collector.submit("r", prompt, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
-    drafts = core.executor.runner.state.draft_tokens  # type: ignore[attr-defined]
-    for change in ({"verification": "block"}, {"spec_method": "off"}, {"spec_method": "ngram"}):
-        collector.step()
-        collector.step()
-        drafts.fill_(3)
+    drafted: list[int] = []
+    execute = core.executor.execute_model
+    core.executor.execute_model = lambda s: (drafted.append(int(s.num_draft_tokens.sum())), execute(s))[1]
+    collector.submit("r", [5, 6, 7] * 5, SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True))
+    for change in ({"verification": "block"}, {"spec_method": "off"}, {"spec_method": "ngram"}, {"num_spec_tokens": 0}):
+        for _ in range(3):
+            collector.step()
         core.set_knobs(**change)
-        core.device.synchronize("test")
-        assert (drafts == -1).all(), change
+        at = len(drafted)
+        while len(drafted) == at:
+            collector.step()
+        assert drafted[at] == 0, change
+    core.set_knobs(num_spec_tokens=3)
+    at = len(drafted)
+    for _ in range(4):
+        collector.step()
+    assert drafted[at] == 0 and sum(drafted[at:]) > 0
+    core.shutdown()
+
+
+def test_warming_up_leaves_no_trace_but_compiled_kernels() -> None:
+    core = make_core(max_num_spec_tokens=K, knobs=knobs("block"), ngram_min=1)
+    ways: list[str] = []
+    verify = core.executor.runner.speculation.submit  # type: ignore[attr-defined]
+
+    def spy(stream, given, *args):
+        ways.append(given.verification)
+        return verify(stream, given, *args)
+
+    core.executor.runner.speculation.submit = spy  # type: ignore[attr-defined]
+    core._serve_dummies()
+    assert set(ways) == {"token_exact", "standard", "block"}
+    assert core.executor.knobs == core.knobs == knobs("block") and not core.has_unfinished
     core.shutdown()
 
 

@@ -65,6 +65,13 @@ class Knobs:
         "A longer forward stage against fewer steps.",
         tuple(range(9)),
     )
+    adaptive_drafts: bool = _knob(
+        False,
+        "T",
+        "Choose the drafts of each step, from none to num_spec_tokens, by how many were accepted lately: those that "
+        "bring the most tokens for their cost (draft_cost at load).",
+        "Draft stages that vanish, and forwards that get shorter, while drafts are refused.",
+    )
     verification: Literal["token_exact", "standard", "block", "synthetic"] = _knob(
         "token_exact",
         "D",
@@ -212,6 +219,8 @@ class EngineConfig:
     # shortest and longest suffix that spec_method="ngram" looks for, in tokens
     ngram_min: int = 2
     ngram_max: int = 4
+    # what one more draft takes of a decode step, for adaptive_drafts
+    draft_cost: float = 0.08
     # verification="synthetic" may be chosen: what the engine says then means nothing
     benchmark: bool = False
     # how often draft 1, 2, ... is accepted after those before it, for verification="synthetic"
@@ -242,6 +251,8 @@ class EngineConfig:
         parse_speculators(self.speculators)
         if not 1 <= self.suffix_documents <= 1024:
             raise ConfigError(f"suffix_documents={self.suffix_documents} must be in 1..1024")
+        if not 0.0 <= self.draft_cost <= 1.0:
+            raise ConfigError(f"draft_cost={self.draft_cost} must be between 0 and 1, a share of a decode step")
         if not all(0.0 <= rate <= 1.0 for rate in self.synthetic_acceptance):
             raise ConfigError(f"synthetic_acceptance={self.synthetic_acceptance} must be rates between 0 and 1")
         self.check_knobs(self.knobs)

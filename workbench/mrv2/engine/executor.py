@@ -46,6 +46,8 @@ class Executor(Protocol):
 
     def take_grammar_bits(self, step: int, num_masks: int) -> np.ndarray: ...
 
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray: ...
+
     def sample_tokens(self, step: int, grammar: GrammarMask | None) -> AsyncOutput: ...
 
     def set_knobs(self, knobs: Knobs) -> None: ...
@@ -139,6 +141,10 @@ class UniProcExecutor:
         """Return the [num_masks, ceil(V / 32)] int32 to fill for `step`; `sample_tokens` must follow with them."""
         return self.runner.grammar_masks.take(step, num_masks)
 
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """Return the drafts of requests that follow a grammar, before the step that verifies them samples. [n, K]"""
+        return self.runner.take_drafts(req_ids)
+
     def sample_tokens(self, step: int, grammar: GrammarMask | None) -> AsyncOutput:
         """Launch the rest of the step."""
         with stage(stages.SAMPLE_TOKENS, step):
@@ -146,9 +152,8 @@ class UniProcExecutor:
 
     def set_knobs(self, knobs: Knobs) -> None:
         """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows."""
-        runner, before = self._runner(knobs.runner), self.knobs
+        runner = self._runner(knobs.runner)
         self.knobs = self.resources.knobs = knobs
-        runner.knobs_changed(before)
         self.capture_graphs()
         if runner is not self.runner:
             self.runner.reset()

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
-from mrv2.engine.messages import EngineOutput, FinishReason
+from mrv2.engine.messages import DraftCounts, EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
 
@@ -52,12 +53,18 @@ class SchedulerStats:
 
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
-    # by draft position: proposed to the target, and accepted by it
-    num_drafted: list[int] = field(default_factory=list)
-    num_accepted: list[int] = field(default_factory=list)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     num_stale_delivered: int = 0
     # steps launched for a request after the one that ended it, by finish reason
     num_wasted_steps: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_drafted(self) -> list[int]:
+        return self.drafts.num_drafted
+
+    @property
+    def num_accepted(self) -> list[int]:
+        return self.drafts.num_accepted
 
 
 class Scheduler:
@@ -84,8 +91,12 @@ class Scheduler:
         self.in_flight: deque[StepRecord] = deque()
         # drafts that each decoding request gets in a step
         self.num_spec_tokens = 0
-        # unfinished requests beside which nobody drafts
-        self._num_undraftable = 0
+        # None = all of them in every step
+        self.adaptive: AdaptiveDrafts | None = None
+        # drafts for the step behind the one that is being scheduled
+        self._num_next_drafts = 0
+        # a request of the step that is being scheduled follows a grammar
+        self._has_grammar = False
         self.stats = SchedulerStats()
         self.step = 0
         self._freed: list[str] = []
@@ -98,7 +109,6 @@ class Scheduler:
         """Queue a request; the caller has checked that it can be served at all."""
         assert request.req_id not in self.requests, f"request id {request.req_id} is in use"
         self.requests[request.req_id] = request
-        self._num_undraftable += request.one_row
         insort(self.waiting, request, key=lambda r: r.key)
 
     def abort(self, req_ids: Iterable[str]) -> list[EngineOutput]:
@@ -117,6 +127,8 @@ class Scheduler:
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
         budget = self.max_num_batched_tokens
+        self._has_grammar, most = False, self.num_spec_tokens
+        self._num_next_drafts = self.adaptive.choose(most) if self.adaptive is not None and most else most
         preempted, num_preemptions = False, self.stats.num_preemptions
 
         index = 0
@@ -187,8 +199,11 @@ class Scheduler:
         sampled, num_sampled = output.sampled_token_ids.tolist(), output.num_sampled.tolist()
         results: list[EngineOutput] = []
         block_size = self.kv.block_size
+        # of the request among the logits rows of the step
+        logits_row = 0
         for row, entry in enumerate(record.entries):
             request, yields_token = entry.request, entry.yields_token
+            first_row, logits_row = logits_row, logits_row + 1 + entry.num_drafts
             if request.status is RequestStatus.FINISHED:
                 self._count_waste(request, num_sampled[row])
                 continue
@@ -204,7 +219,7 @@ class Scheduler:
             if row in output.prompt_logprobs and request.prompt_logprobs is not None:
                 request.prompt_logprobs.add(output.prompt_logprobs[row])
             if yields_token:
-                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row))
+                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row, first_row))
             if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
                 self.kv.publish(request)
         return results
@@ -214,6 +229,7 @@ class Scheduler:
         assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the runner"
         for request in self.running:
             request.has_row = False
+            request.num_proposed = 0
         self._freed.clear()
 
     def use_drafter(self, filling: int, *, lookahead: int, reads_ahead: bool) -> None:
@@ -258,12 +274,8 @@ class Scheduler:
             assert not (waiting and r.has_row and r.req_id not in self._freed), f"{r.req_id}: waits but keeps a row"
 
     def _num_drafts(self, request: Request, budget: int) -> int:
-        """Return the drafts that a decoding request gets in this step.
-
-        None for a request whose sampling looks at the tokens before it, and none for anybody while
-        some request needs one logits row a request (log-probabilities, grammars, plug-ins).
-        """
-        if not self.num_spec_tokens or self._num_undraftable or not request.may_draft:
+        """Return the drafts that a decoding request gets in this step."""
+        if not self.num_spec_tokens:
             return 0
         room = min(request.max_len - 1 - request.num_computed, budget) - 1
         return (
@@ -307,7 +319,8 @@ class Scheduler:
         yields_token = request.num_computed == request.num_ahead + num_drafts
         request.num_in_flight += yields_token
         request.num_drafts_in_flight += num_drafts
-        request.num_proposed = self.num_spec_tokens if yields_token else 0
+        request.num_proposed = self._num_next_drafts if yields_token else 0
+        self._has_grammar |= request.grammar is not None
         return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts)
 
     def _new_row(self, request: Request) -> NewRequest:
@@ -341,7 +354,8 @@ class Scheduler:
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(num_scheduled.sum()),
-            has_grammar=bool(self._num_undraftable) and any(e.request.grammar is not None for e in entries),
+            num_next_drafts=self._num_next_drafts,
+            has_grammar=self._has_grammar,
         )
         self._freed.clear()
         self.in_flight.append(StepRecord(self.step, entries))
@@ -350,41 +364,41 @@ class Scheduler:
 
     def _settle_drafts(self, request: Request, entry: ScheduledEntry, num_sampled: int, current: bool) -> None:
         """Take back the rejected drafts of a step, and count the accepted ones by position."""
-        stats, accepted = self.stats, num_sampled - 1
-        if len(stats.num_drafted) < entry.num_drafts:
-            missing = entry.num_drafts - len(stats.num_drafted)
-            stats.num_drafted += [0] * missing
-            stats.num_accepted += [0] * missing
-        for position in range(entry.num_drafts):
-            stats.num_drafted[position] += 1
-            stats.num_accepted[position] += position < accepted
+        accepted = num_sampled - 1
+        for counts in (self.stats.drafts, request.drafts):
+            counts.add(entry.num_drafts, accepted)
+        if self.adaptive is not None:
+            self.adaptive.observe(entry.num_drafts, accepted)
         if current:
             rejected = entry.num_drafts - accepted
             request.num_drafts_in_flight -= entry.num_drafts
             request.num_computed -= rejected
             request.num_confirmed -= rejected
 
-    def _deliver(self, request: Request, tokens: list[int], output: StepOutput, row: int) -> EngineOutput:
+    def _deliver(
+        self, request: Request, tokens: list[int], output: StepOutput, row: int, first_row: int
+    ) -> EngineOutput:
         """Append a step's tokens up to the one that ends the request, and report them."""
         result = EngineOutput(req_id=request.req_id, new_token_ids=[])
         if request.num_outputs == 0:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
             if request.prompt_logprobs is not None:
                 result.prompt_logprobs = request.prompt_logprobs.take()
-        if row in output.errors:
-            request.dead_end, tokens = output.errors[row], [-1]
-        for token in tokens:
+        if row in output.errors and -1 in tokens:
+            request.dead_end = output.errors[row]
+        for place, token in enumerate(tokens):
             result.finish_reason, result.stop_reason = self._take_token(request, token)
             if result.finish_reason == "error":
                 break
             result.new_token_ids.append(token)
             if output.logprobs is not None or output.wide_logprobs:
-                # such a batch gets no drafts: one token a request
-                logprob = token_logprob(output, row, request.sampling)
-                result.logprobs = None if logprob is None else [logprob]
+                logprob = token_logprob(output, row, first_row, place, request.sampling)
+                if logprob is not None:
+                    result.logprobs = [*(result.logprobs or []), logprob]
             if result.finish_reason is not None:
                 break
         if result.finish_reason is not None:
+            result.drafts = request.drafts if request.drafts.num_drafted else None
             self._finish(request, result.finish_reason)
         return result
 
@@ -415,7 +429,6 @@ class Scheduler:
         self._give_up_row(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         del self.requests[request.req_id]
-        self._num_undraftable -= request.one_row
 
     def _preempt(self, request: Request) -> None:
         self._remove(self.running, request)

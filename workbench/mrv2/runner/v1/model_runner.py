@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from mrv2.config import Knobs
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
 from mrv2.runner.async_logprobs import StepLogprobs
@@ -105,7 +104,7 @@ class ModelRunnerV1:
             r.device,
             self.main,
             depth=self.max_queue_depth + 1,
-            max_num_seqs=r.max_num_seqs,
+            max_num_masks=r.max_num_seqs,
             vocab_size=r.vocab_size,
         )
         # passed once the copies out of the shared pinned buffers have run
@@ -189,8 +188,9 @@ class ModelRunnerV1:
         self.grammar_masks.submit(np.array(rows, dtype=np.int32), holder)
         self.grammar_masks.release(self.main.record_event())
 
-    def knobs_changed(self, before: Knobs) -> None:
-        """Nothing is prepared ahead of a step."""
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """No request has drafts. [n, 0] int64"""
+        return np.zeros((len(req_ids), 0), dtype=np.int64)
 
     def reset(self) -> None:
         """Forget every request."""

@@ -112,8 +112,10 @@ class Drafting:
             num_reqs, num_tokens = scheduled.num_reqs, scheduled.total_tokens
             longest = int(scheduled.num_scheduled_tokens.max())
             shape = self.forward.buckets.key(num_tokens, num_reqs, longest if num_tokens == num_reqs * longest else 0)
-            self.graphs.submit(stream, DraftKey(knobs.spec_method, shape, knobs.num_spec_tokens, draft_choice(knobs)))
-        elif knobs.drafting:
+            self.graphs.submit(
+                stream, DraftKey(knobs.spec_method, shape, scheduled.num_next_drafts, draft_choice(knobs))
+            )
+        elif scheduled.num_next_drafts:
             propose = self.speculators[knobs.spec_method].propose
             max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
-            stream.run(stages.DRAFT, propose, self.state, idx_mapping, num_sampled, knobs.num_spec_tokens, max_len)
+            stream.run(stages.DRAFT, propose, self.state, idx_mapping, num_sampled, scheduled.num_next_drafts, max_len)

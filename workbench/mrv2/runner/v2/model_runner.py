@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from mrv2.config import Knobs
 from mrv2.device import Stream
 from mrv2.instrument import stages
 from mrv2.runner.async_logprobs import LogprobTensors, StepLogprobs
@@ -31,6 +30,7 @@ from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.grammar_masks import GrammarMasks
 from mrv2.runner.protocol import GrammarMask, GraphSet, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
+from mrv2.runner.v2.draft_mirror import DraftMirror
 from mrv2.runner.v2.drafting import Drafting
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampler import Sampler, SamplingPlan, sample_rows
@@ -80,6 +80,7 @@ class ModelRunnerV2:
             tables=r.processor_tables,
             max_num_spec_tokens=r.max_num_spec_tokens,
         )
+        width = 1 + r.max_num_spec_tokens
         self.speculation = Speculation(r, self.state)
         self.drafting = Drafting(r, self.state)
         self.sampler = Sampler(r, self.state.arena)
@@ -90,10 +91,10 @@ class ModelRunnerV2:
             r.device,
             r.device.stream("grammar"),
             depth=r.max_queue_depth + 1,
-            max_num_seqs=r.max_num_seqs,
+            max_num_masks=r.max_num_seqs * width,
             vocab_size=r.vocab_size,
         )
-        width = 1 + r.max_num_spec_tokens
+        self.draft_mirror = DraftMirror(r.device, self.state.draft_tokens)
         self.output_slots = OutputSlots(
             r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs, max_width=width
         )
@@ -169,10 +170,8 @@ class ModelRunnerV2:
             return self.step_graphs.finish(pending, self.main, self._output_stream())
         scheduled, batch, forward_batch, plan, holder = pending
         num_reqs, num_drafts = scheduled.num_reqs, int(scheduled.num_draft_tokens.sum())
-        assert not num_drafts or (grammar is None and plan.logprobs is None), "such a batch gets no drafts"
         if grammar is not None:
-            # one logits row a request, in scheduling order
-            self.grammar_masks.submit(grammar.batch_rows, holder)
+            self.grammar_masks.submit(grammar.logits_rows(scheduled.num_draft_tokens), holder)
         # [N, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
         targets = self.device.empty((num_reqs + num_drafts, 1), torch.int64)
         verified = None
@@ -198,20 +197,22 @@ class ModelRunnerV2:
             num_sampled,
             num_rejected,
         )
+        self.draft_mirror.before_drafting()
         self.drafting.submit_drafts(self.main, self.resources.knobs, scheduled, batch.idx_mapping, num_sampled)
+        if grammar is not None and scheduled.num_next_drafts:
+            self.draft_mirror.submit()
         end_of_step = self.main.record_event()
         self.upload.release(batch.sent, end_of_step)
         self.grammar_masks.release(end_of_step)
         return output
 
-    def knobs_changed(self, before: Knobs) -> None:
-        """Let what was prepared under other knobs go; no step is in flight."""
-        self.speculation.knobs_changed(before, self.resources.knobs)
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """Return the drafts that lie ready for requests that follow a grammar: a named wait. [n, K_max] int64"""
+        return self.draft_mirror.read([self.state.row_of[req_id] for req_id in req_ids])
 
     def reset(self) -> None:
         """Forget every request."""
         self.state.reset()
-        self.speculation.forget_drafts()
 
     def _update_rows(self, scheduled: SchedulerOutput) -> np.ndarray:
         """Apply the scheduler's changes to the rows; return the batch as rows. [B] int32"""

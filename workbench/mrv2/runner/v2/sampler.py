@@ -51,6 +51,8 @@ class SamplingPlan:
     logprobs: LogprobPlan | None
     # batch row -> why its request must end; filled by device code
     errors: dict[int, str]
+    # logits rows that must not yield a token, filled by device code: whether one is reached, the drafts decide
+    failed: list[int]
 
 
 class Sampler:
@@ -84,9 +86,17 @@ class Sampler:
         """Return what has to be launched for the batch `rows` [B]; `variant` is the knob `sampler`."""
         features: list[tuple[SamplerFeature, Any]] = []
         if self._has_feature[rows].any():
-            features = [(feature, feature.plan(rows)) for feature in self.features if feature.used[rows].any()]
-        errors = next((planned.errors for _, planned in features if isinstance(planned, ProcessorPlan)), {})
-        return SamplingPlan(features, self.token_draw.plan(rows, variant), self.logprobs.plan(scheduled, rows), errors)
+            num_logits = scheduled.num_draft_tokens + 1
+            features = [
+                (feature, feature.plan(rows, num_logits)) for feature in self.features if feature.used[rows].any()
+            ]
+        ran = next((planned for _, planned in features if isinstance(planned, ProcessorPlan)), None)
+        return SamplingPlan(
+            features,
+            self.token_draw.plan(rows, variant),
+            self.logprobs.plan(scheduled, rows),
+            *((ran.errors, ran.failed) if ran is not None else ({}, [])),
+        )
 
     def sample(
         self,
@@ -114,6 +124,8 @@ class Sampler:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
             for feature, planned in plan.features:
                 feature.apply(logits, ctx, planned)
+            for row in plan.failed:
+                logits[row] = float("nan")
         return logits
 
 

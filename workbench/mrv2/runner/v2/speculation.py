@@ -67,16 +67,6 @@ class Speculation:
             self.device.main.run(stages.UPLOAD, _invert, from_target, distribution.to_target)
         self._draft_probs[spec_method] = DraftProbs(distribution.probs, from_target)
 
-    def knobs_changed(self, before: Knobs, after: Knobs) -> None:
-        """Drafts are verified by the rules under which they were drawn, and in the step behind that, or not at all."""
-        rules = [(k.spec_method, k.drafting, k.verification, k.draft_sampling) for k in (before, after)]
-        if rules[0] != rules[1]:
-            self.forget_drafts()
-
-    def forget_drafts(self) -> None:
-        """No row has drafts; no step is in flight."""
-        self.device.main.run(stages.DRAFT, _fill_none, self.state.draft_tokens)
-
     def submit_logit_rows(
         self, stream: Stream, scheduled: SchedulerOutput, batch: UploadedBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,10 +118,6 @@ class Speculation:
 
 def _fill_rates(rates: torch.Tensor, values: tuple[float, ...]) -> None:
     rates.copy_(torch.tensor(values, dtype=torch.float32))
-
-
-def _fill_none(draft_tokens: torch.Tensor) -> None:
-    draft_tokens.fill_(-1)
 
 
 def _invert(from_target: torch.Tensor, to_target: torch.Tensor) -> None:

@@ -71,8 +71,8 @@ class SamplerFeature(Protocol):
         """Stage a request's parameters; what the row's last owner left behind becomes neutral."""
         ...
 
-    def plan(self, rows: np.ndarray) -> Any:
-        """Return what `apply` needs to know of the batch `rows` [B]."""
+    def plan(self, rows: np.ndarray, num_logits: np.ndarray) -> Any:
+        """Return what `apply` needs to know of the batch `rows` [B], with `num_logits` [B] logits rows each."""
         ...
 
     def apply(self, logits: torch.Tensor, ctx: SamplingContext, planned: Any) -> None:
