@@ -54,8 +54,8 @@ class Knobs:
         "T",
         "Who drafts tokens for the target to verify. 'ngram' looks up what followed the request's own suffix; the "
         "others must be loaded with `speculators`: 'suffix' looks for longer matches, also in recent requests; "
-        "'draft_model' is a smaller language model, 'eagle3' and 'mtp' are heads on the target's hidden states. When "
-        "one of these three is switched on, running requests are recomputed once.",
+        "'draft_model' is a smaller language model, 'eagle3' and 'mtp' are heads on the target's hidden states. "
+        "Switched on, a draft model first reads what running requests hold; for a head they are recomputed once.",
         "The draft stage behind post_update, and how many steps a request needs.",
     )
     num_spec_tokens: int = _knob(

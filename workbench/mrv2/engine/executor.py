@@ -159,6 +159,11 @@ class UniProcExecutor:
             self.runner.reset()
             self.runner = runner
 
+    def catch_up(self, method: str, num_computed: dict[str, int]) -> None:
+        """Let a draft model read what running requests, id -> tokens, have computed without it."""
+        assert isinstance(self.runner, ModelRunnerV2), "only the V2 runner has drafters"
+        self.runner.drafting.catch_up(self.device.main, method, num_computed)
+
     def capture_graphs(self) -> None:
         """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary."""
         graph_sets = (self.forward, *self._runner(self.knobs.runner).graph_sets)
