@@ -84,6 +84,21 @@ def test_a_drafter_that_is_the_target_is_always_right(depth: int, squeeze: str) 
     assert (stats.num_preemptions > 0) == (squeeze == "preempted")
 
 
+@pytest.mark.parametrize("room", [1, 3, 6])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_edge_of_max_model_len(method: str, room: int) -> None:
+    """Drafts may reach behind the last position, where there is neither a block nor a rotary angle."""
+    prompts = [random_prompt(4 + i, 40 - room) for i in range(2)]
+    core = drafting_core(method, max_model_len=40, num_gpu_blocks=7, knobs={"queue_depth": 4})
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    served = serve(core, {f"r{i}": (p, params) for i, p in enumerate(prompts)})
+    for i, prompt in enumerate(prompts):
+        assert served[f"r{i}"].token_ids == alone(tuple(prompt), 0.0, 0, room)
+    stats = core.scheduler.stats
+    assert method != "draft_model" or stats.num_accepted == stats.num_drafted
+    assert stats.num_preemptions == 0, "drafts take no block that the request itself will not need"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_but_the_output_is_waited_for(method: str) -> None:
     core = drafting_core(method, max_num_seqs=6, num_gpu_blocks=24, knobs={"queue_depth": 3})
