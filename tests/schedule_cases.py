@@ -35,8 +35,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"thinking_token_budget": 2, "thinking_start": [40], "thinking_end": [44, 45], "allowed_token_ids": FEW},
     {"logprobs": 2, "top_p": 0.8, "frequency_penalty": 0.5},
 )
-# drafters with weights, and what loads them; a draft model that is the target is accepted in long runs
-SPECULATORS = {"draft_model": "draft_model=tiny-llama", "eagle3": "eagle3", "mtp": "mtp"}
+# drafters that are loaded, and how; a draft model that is the target is accepted in long runs
+SPECULATORS = {"draft_model": "draft_model=tiny-llama", "eagle3": "eagle3", "mtp": "mtp", "suffix": "suffix"}
 DRAFTERS = ("none", "ngram", "knowing", *SPECULATORS)
 
 
