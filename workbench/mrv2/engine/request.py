@@ -86,6 +86,8 @@ class Request:
     num_known: int = field(init=False)
     # known tokens at which the request ends by length
     max_len: int = field(init=False)
+    # its tokens, or its prompt, come with log-probabilities
+    wants_logprobs: bool = field(init=False)
     # None = no log-probabilities of the prompt are wanted
     prompt_logprobs: PromptCollector | None = field(init=False, default=None)
 
@@ -95,6 +97,8 @@ class Request:
         if self.sampling.num_prompt_logprobs >= 0:
             self.prompt_logprobs = PromptCollector(self.prompt_len)
         self.max_len = min(self.prompt_len + self.max_tokens, self.max_model_len)
+        s = self.sampling
+        self.wants_logprobs = s.num_logprobs >= 0 or s.num_prompt_logprobs >= 0 or bool(s.logprob_token_ids)
 
     @property
     def req_id(self) -> str:
