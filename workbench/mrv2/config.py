@@ -49,12 +49,13 @@ class Knobs:
         "off: the host lane's forward stage grows to the sum of its launches. step: one step_graph stage in the main "
         "lane, and a short execute_model above it. Without CUDA only 'step' has an effect: the same stage, no graph.",
     )
-    spec_method: Literal["off", "ngram", "draft_model", "eagle3", "mtp"] = _knob(
+    spec_method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = _knob(
         "off",
         "T",
         "Who drafts tokens for the target to verify. 'ngram' looks up what followed the request's own suffix; the "
-        "others must be loaded with `speculators`: 'draft_model' is a smaller language model, 'eagle3' and 'mtp' are "
-        "heads on the target's hidden states. When one of them is switched on, running requests are recomputed once.",
+        "others must be loaded with `speculators`: 'suffix' looks for longer matches, also in recent requests; "
+        "'draft_model' is a smaller language model, 'eagle3' and 'mtp' are heads on the target's hidden states. "
+        "Switched on, a draft model first reads what running requests hold; for a head they are recomputed once.",
         "The draft stage behind post_update, and how many steps a request needs.",
     )
     num_spec_tokens: int = _knob(
@@ -130,16 +131,29 @@ class Knobs:
             )
 
         if self.runner == "v1" and self.spec_method != "off":
-            raise ConfigError(
-                f"runner='v1' does not speculate: spec_method={self.spec_method!r} needs runner='v2', "
-                "or set spec_method='off'"
-            )
+            self._check_v1_speculation()
 
         if self.runner == "v1" and self.sampler not in SAME_TOKEN_SAMPLERS:
             raise ConfigError(
                 f"runner='v1' cannot draw the tokens of sampler={self.sampler!r}: set sampler='softmax_race', which is "
                 "what it does, or one that draws the same tokens, or runner='v2'"
             )
+
+    def _check_v1_speculation(self) -> None:
+        """V1 looks drafts up and verifies them on the host, in lists of tokens."""
+        given = (("spec_method", "ngram"), ("async_scheduling", False), ("verification", "token_exact"))
+        why = {
+            "spec_method": "the other drafters work on the device, behind post_update, which v1 does not have",
+            "async_scheduling": "the drafts of a step are looked up in the tokens of the one before, which the host "
+            "must have",
+            "verification": "the tokens that come back are compared with the drafts, no probabilities",
+        }
+        for name, needed in given:
+            if getattr(self, name) != needed:
+                raise ConfigError(
+                    f"runner='v1' drafts only with {name}={needed!r}, not {getattr(self, name)!r}: {why[name]}; set "
+                    f"{name}={needed!r}, runner='v2' or spec_method='off'"
+                )
 
     @property
     def drafting(self) -> bool:
@@ -209,6 +223,8 @@ class EngineConfig:
     max_num_spec_tokens: int = 0
     # drafters to load, each "method" or "method=model" (`mrv2.speculators`)
     speculators: tuple = ()
+    # ended requests in whose texts spec_method="suffix" looks, too
+    suffix_documents: int = 64
     # refuse a draft head that was trained on other weights than the target's, instead of warning
     strict_speculators: bool = False
     # keep memory for the probabilities of sampled drafts, which verification by 'standard' and 'block' needs
@@ -246,6 +262,8 @@ class EngineConfig:
                 f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must satisfy 1 <= min <= max <= 16"
             )
         parse_speculators(self.speculators)
+        if not 1 <= self.suffix_documents <= 1024:
+            raise ConfigError(f"suffix_documents={self.suffix_documents} must be in 1..1024")
         if not 0.0 <= self.draft_cost <= 1.0:
             raise ConfigError(f"draft_cost={self.draft_cost} must be between 0 and 1, a share of a decode step")
         if not all(0.0 <= rate <= 1.0 for rate in self.synthetic_acceptance):

@@ -80,7 +80,7 @@ class DraftConfig:
                 rms_norm_eps=float(raw["rms_norm_eps"]),
                 rope_theta=float(raw["rope_theta"]),
                 target_name=str(target["name"]),
-                target_sha256=str(target["sha256"]),
+                target_sha256=str(target.get("sha256") or ""),
                 target_num_layers=int(target["num_hidden_layers"]),
                 aux_layer_ids=tuple(raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", ())),
                 draft_vocab_size=int(raw.get("draft_vocab_size") or raw["vocab_size"]),

@@ -19,6 +19,7 @@ from mrv2.engine.messages import EngineRequest
 from mrv2.errors import ConfigError
 from mrv2.instrument import stages
 from mrv2.sampling_params import SamplingParams
+from mrv2.speculators import parse_speculators
 
 KIND = "mrv2-speculation"
 OFF = "off"
@@ -114,7 +115,7 @@ def measure_speculation(
 
 def loaded_methods(core: EngineCore, wanted: Sequence[str] | None = None) -> list[str]:
     """Return the methods that the engine can measure; raises `ConfigError` for a wanted one that it cannot."""
-    loaded = ["ngram", *(drafter.method for drafter in core.executor.drafters)]
+    loaded = ["ngram", *parse_speculators(core.config.speculators)]
     for method in wanted or ():
         if method not in (OFF, *loaded):
             raise ConfigError(f"{method!r} cannot be measured: loaded are {', '.join((OFF, *loaded))}")

@@ -214,10 +214,11 @@ def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path:
             raise ConfigError(f"--speculation needs the tokenizer of a model with weights; {model} has none")
         if "speculators" not in options:
             heads = [method for method in ("eagle3", "mtp") if shipped_head_of(method, model) is not None]
-            options["speculators"] = [f"draft_model={model}", *heads]
+            options["speculators"] = ["suffix", f"draft_model={model}", *heads]
         is_gpu = device.type == "cuda"
         scale = args.scale or 1
-        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 2048, "max_num_spec_tokens": 3}
+        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 2048}
+        sizes["max_num_spec_tokens"] = options.get("num_spec_tokens", 3)
         core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
         tokenizer = Tokenizer.from_folder(found.folder)
         texts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]

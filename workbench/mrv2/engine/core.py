@@ -217,6 +217,12 @@ class EngineCore:
         for bit, drafter in enumerate(self.executor.drafters):
             if drafter.method == knobs.spec_method:
                 filling, extra = 1 << bit, drafter.extra
+        if filling and extra:
+            # it needs their tokens only, where a head needs the target's hidden states once more
+            behind = [r for r in self.scheduler.running if r.has_row and filling & ~r.filled]
+            self.executor.catch_up(knobs.spec_method, {r.req_id: r.num_computed for r in behind})
+            for request in behind:
+                request.filled = filling
         # the last draft of a step needs no place, unless a draft model reads the sampled token before it
         lookahead = max(knobs.num_spec_tokens, extra) if filling else 0
         self.scheduler.use_drafter(filling, lookahead=lookahead, reads_ahead=not extra)

@@ -21,6 +21,7 @@ from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.model_runner import ModelRunnerV1
 from mrv2.runner.v2.model_runner import ModelRunnerV2
 from mrv2.runner.v2.upload import step_words_capacity
+from mrv2.speculators import parse_speculators
 from mrv2_models.kv_cache import LayerCache, allocate_kv_caches, group_specs
 from mrv2_models.model_state import resolve_model_state
 from mrv2_models.registry import load_model, resolve_model
@@ -122,6 +123,7 @@ class UniProcExecutor:
             synthetic_acceptance=config.synthetic_acceptance,
             knobs=self.knobs,
             drafters=self.drafters,
+            suffix_documents=config.suffix_documents if "suffix" in parse_speculators(config.speculators) else 0,
             processors=self.processors,
             processor_tables=self.processor_tables,
         )
@@ -156,6 +158,11 @@ class UniProcExecutor:
         if runner is not self.runner:
             self.runner.reset()
             self.runner = runner
+
+    def catch_up(self, method: str, num_computed: dict[str, int]) -> None:
+        """Let a draft model read what running requests, id -> tokens, have computed without it."""
+        assert isinstance(self.runner, ModelRunnerV2), "only the V2 runner has drafters"
+        self.runner.drafting.catch_up(self.device.main, method, num_computed)
 
     def capture_graphs(self) -> None:
         """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary."""

@@ -76,6 +76,14 @@ def _mixed_sizes(limit: int) -> list[int]:
     return sizes
 
 
+def verified_lengths(knobs: Knobs) -> tuple[int, ...]:
+    """Return the query lengths that batches of decodes and verifications usually have: a graph for each."""
+    if not knobs.drafting:
+        return (1,)
+    most = 1 + knobs.num_spec_tokens
+    return tuple(range(1, most + 1)) if knobs.adaptive_drafts else (1, most)
+
+
 class ForwardBuffers:
     """Device inputs of the forward pass, written anew each step, in stream order, by whichever runner is on."""
 
@@ -175,8 +183,7 @@ class ForwardPass:
         support = self.model_state.graph_support
         if knobs.cuda_graphs == "off" or support == "none" or self.device.type != "cuda":
             return []
-        query_lens = (1, 1 + knobs.num_spec_tokens) if knobs.drafting else (1,)
-        keys = self.buckets.capturable(query_lens)
+        keys = self.buckets.capturable(verified_lengths(knobs))
         return [k for k in keys if k not in self.graphs and (k.uniform_decode or support == "mixed")]
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:

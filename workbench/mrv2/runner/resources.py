@@ -37,6 +37,8 @@ class RunnerResources:
     synthetic_acceptance: tuple[float, ...] = ()
     # replaced by the executor between two steps
     knobs: Knobs
+    # ended requests whose histories spec_method="suffix" keeps; 0 = it was not loaded
+    suffix_documents: int = 0
     # drafters with weights that the engine was loaded with
     drafters: Sequence[LoadedDrafter] = ()
     # in order of application, with the tables that they declared

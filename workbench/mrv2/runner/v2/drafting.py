@@ -6,6 +6,7 @@ preparation reads them from there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -15,8 +16,9 @@ from mrv2.device import Stream
 from mrv2.instrument import stages
 from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.resources import RunnerResources
-from mrv2.runner.v2.drafters.chain import DraftBuffers, fill_starts
+from mrv2.runner.v2.drafters.chain import DraftBuffers, fill_starts, run_missed
 from mrv2.runner.v2.drafters.graphs import DraftGraphs, DraftKey, draft_choice
+from mrv2.runner.v2.drafters.suffix import SuffixSpeculator
 from mrv2.runner.v2.request_state import RequestState
 from mrv2_kernels.spec.ngram import propose_ngram
 
@@ -74,9 +76,14 @@ class Drafting:
     """The methods that the engine was loaded with, and the draft stage."""
 
     def __init__(self, resources: RunnerResources, state: RequestState) -> None:
-        self.state, self.forward = state, resources.forward
+        self.state, self.forward, self.block_size = state, resources.forward, resources.block_size
         # methods that need nothing but the history
         self.speculators: dict[str, Speculator] = {"ngram": NgramSpeculator(*resources.ngram_lengths)}
+        self.suffix: SuffixSpeculator | None = None
+        if resources.suffix_documents:
+            device, max_model_len = resources.device, resources.max_model_len
+            self.suffix = SuffixSpeculator(device, resources.suffix_documents, max_model_len)
+            self.speculators["suffix"] = self.suffix
         self.drafters = {drafter.method: drafter for drafter in resources.drafters}
         buffers = DraftBuffers(
             resources.device,
@@ -85,6 +92,23 @@ class Drafting:
         )
         resources.device.main.run(stages.UPLOAD, fill_starts, buffers)
         self.graphs = DraftGraphs(resources, state, buffers, self.drafters)
+
+    def remove_request(self, stream: Stream, row: int) -> None:
+        """A request leaves its row; what it said may help others."""
+        if self.suffix is not None:
+            self.suffix.submit_keep(stream, self.state, row)
+
+    def catch_up(self, stream: Stream, method: str, num_computed: Mapping[str, int]) -> None:
+        """Let a draft model read what requests have computed without it; no step is in flight.
+
+        `num_computed` maps request ids to tokens.
+        """
+        drafter, chunk = self.drafters[method], self.forward.buffers.input_ids.shape[0]
+        for req_id, length in num_computed.items():
+            row = self.state.row_of[req_id]
+            for start in range(0, length, chunk):
+                missed = range(start, min(start + chunk, length))
+                stream.run(stages.DRAFT, run_missed, drafter, self.state, row, missed, self.block_size)
 
     def submit_drafts(
         self,

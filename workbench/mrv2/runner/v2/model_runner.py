@@ -221,6 +221,7 @@ class ModelRunnerV2:
         state = self.state
         for row in state.free(scheduled.freed_req_ids):
             self.model_state.remove_request(row)
+            self.drafting.remove_request(self.main, row)
         for request in scheduled.new_requests:
             row = state.add(request, self.sampler)
             self.model_state.add_request(row, request.token_ids, request.num_computed_tokens)

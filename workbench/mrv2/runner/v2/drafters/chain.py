@@ -125,6 +125,23 @@ def run_chain(
         )
 
 
+def run_missed(drafter: LoadedDrafter, state: RequestState, row: int, positions: range, block_size: int) -> None:
+    """Let a drafter that reads tokens alone take in a stretch of a row's history; device code."""
+    arena, device = state.arena, state.draft_tokens.device
+    where = torch.arange(positions.start, positions.stop, dtype=torch.int32, device=device)
+    ids = arena["token_ids"][row, positions.start : positions.stop]
+    table = arena["block_table_0"][row : row + 1]
+    attn = AttentionMetadata(
+        block_tables=table,
+        query_start_loc=torch.arange(2, dtype=torch.int32, device=device) * len(positions),
+        seq_lens=torch.full((1,), positions.stop, dtype=torch.int32, device=device),
+        slot_mapping=table[0].index_select(0, where // block_size) * block_size + where % block_size,
+        max_query_len=len(positions),
+        uniform_decode=False,
+    )
+    drafter.run(ids, ids, where, attn)
+
+
 def _first_pass(
     drafter: LoadedDrafter,
     shape: ChainShape,

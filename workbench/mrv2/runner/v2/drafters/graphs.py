@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mrv2.config import Knobs
 from mrv2.device import Graph, Stream
 from mrv2.instrument import stages
-from mrv2.runner.forward import ForwardBuffers, GraphKey
+from mrv2.runner.forward import ForwardBuffers, GraphKey, verified_lengths
 from mrv2.runner.loaded_drafter import LoadedDrafter
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.drafters.chain import ChainShape, DraftBuffers, DraftChoice, run_chain
@@ -77,12 +77,15 @@ class DraftGraphs:
         buckets = self.resources.forward.buckets
         if knobs.spec_method not in self.drafters or knobs.cuda_graphs == "off" or not buckets.decode:
             return []
-        counts = sorted({0, 1, self.resources.max_num_spec_tokens, knobs.num_spec_tokens}, reverse=True)
-        keys = [
-            DraftKey(knobs.spec_method, shape, count, draft_choice(knobs))
-            for count in counts
-            for shape in buckets.capturable((1, 1 + count) if count else (1,))
-        ]
+        counts = {0, 1, self.resources.max_num_spec_tokens, knobs.num_spec_tokens}
+        if knobs.adaptive_drafts:
+            # any number may follow any number
+            counts |= set(range(knobs.num_spec_tokens))
+        keys = []
+        for count in sorted(counts, reverse=True):
+            steady = knobs if knobs.adaptive_drafts else knobs.with_changes(num_spec_tokens=count)
+            for shape in buckets.capturable(verified_lengths(steady)):
+                keys.append(DraftKey(knobs.spec_method, shape, count, draft_choice(knobs)))
         return [key for key in keys if key not in self.graphs]
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:
