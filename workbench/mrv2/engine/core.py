@@ -61,6 +61,7 @@ class EngineCore:
         self.model_config = self.executor.model_config
         self.max_model_len = self.executor.max_model_len
         self.knobs = config.knobs
+        self._knobs_since = 0
         self.kv = KVCacheManager(
             self.executor.num_kv_blocks,
             config.block_size,
@@ -160,6 +161,7 @@ class EngineCore:
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
         self.knobs = knobs
+        self._knobs_since = self.scheduler.step
         self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
         return knobs
 
@@ -187,6 +189,7 @@ class EngineCore:
             num_grammar_compiling=len(self.grammars),
             waits=dict(self.device.waits),
             knobs=self.knobs.as_dict(),
+            knobs_since=self._knobs_since,
             num_drafted=list(scheduler.stats.num_drafted),
             num_accepted=list(scheduler.stats.num_accepted),
             requests={r.req_id: (r.num_computed, r.num_known) for r in scheduler.running},

@@ -219,7 +219,7 @@ class Scheduler:
         sampled = output.sampled_token_ids[:, 0]
         watched = batch.rows_to_watch(index, sampled)
         tokens = sampled.tolist()
-        results = batch.settle(tokens, watched)
+        results = batch.settle(output.step, tokens, watched)
         for row in sorted(watched):
             results[row] = self._settle(batch.entries[row], [tokens[row]], output, row)
         if self.kv.enable_prefix_caching:
@@ -244,7 +244,7 @@ class Scheduler:
             self._settle_drafts(request, entry, len(tokens), current)
         if row in output.prompt_logprobs and request.prompt_logprobs is not None:
             request.prompt_logprobs.add(output.prompt_logprobs[row])
-        result = self._deliver(request, tokens, output, row) if yields_token else None
+        result = self._deliver(request, tokens, output, row, entry.num_drafts) if yields_token else None
         if current and request.num_confirmed >= (request.num_published_blocks + 1) * self.kv.block_size:
             self.kv.publish(request)
         return result
@@ -390,9 +390,11 @@ class Scheduler:
             request.num_computed -= rejected
             request.num_confirmed -= rejected
 
-    def _deliver(self, request: Request, tokens: list[int], output: StepOutput, row: int) -> EngineOutput:
+    def _deliver(
+        self, request: Request, tokens: list[int], output: StepOutput, row: int, num_drafts: int
+    ) -> EngineOutput:
         """Append a step's tokens up to the one that ends the request, and report them."""
-        result = EngineOutput(req_id=request.req_id, new_token_ids=[])
+        result = EngineOutput(req_id=request.req_id, new_token_ids=[], step=output.step, num_drafted=num_drafts)
         if request.num_outputs == 0:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
             if request.prompt_logprobs is not None:
