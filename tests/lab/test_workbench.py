@@ -49,8 +49,8 @@ def test_a_load_is_served_and_seen(bench: Workbench) -> None:
     view = bench.wait(requests=4, tokens=60)
     assert view.state == "running" and 1 <= view.num_open <= 3
     assert any(stream["tokens"] for stream in view.streams)
-    found = bench.metrics()
-    assert found["tok_s"]["n"] and found["ttft_ms"]["p50"] > 0  # type: ignore[operator]
+    found = until(lambda: (found := bench.metrics())["tok_s"]["n"] and found)
+    assert found["ttft_ms"]["p50"] > 0
     bench.pause()
     until(lambda: bench.view.state == "paused")
     # what ran was served to its end
