@@ -181,7 +181,8 @@ def test_both_settings_of_an_ab_get_the_same_requests_and_the_knobs_come_back(be
     assert result.same_tokens == (3, 3) and result.promises_tokens
     assert result.repetitions == 2 and all(len(run.token_ids) == 3 for run in result.runs)
     assert set(result.traces) == {"a", "b"}
-    assert bench.knobs["queue_depth"] == 3 and not bench.driver.paused
+    assert bench.knobs["queue_depth"] == 3 and not bench.driver.paused and bench.driver.windows.enabled
+    assert until(lambda: bench.view.state == "running")
     assert "3 of 3" in result._repr_html_()
     pytest.importorskip("plotly")
     assert len(result.side_by_side().data) > 2
