@@ -273,6 +273,18 @@ def test_a_dead_engine_is_reported_everywhere_and_closes_cleanly() -> None:
     bench.close()
 
 
+def test_closing_ends_an_experiment_and_is_no_failure() -> None:
+    bench = make_bench(name="interrupted")
+    work = bench.ab_work("V2 sync", "V2 async", requests=200, repetitions=10)
+    experiment = bench.driver.call(work)
+    until(lambda: bench.view.state.startswith("A/B"))
+    bench.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        experiment.result(10)
+    assert bench.errors.fatal is None
+    assert not bench.driver.is_alive
+
+
 def test_the_engine_may_run_in_a_child_process() -> None:
     with make_bench(name="child", engine="process") as bench:
         bench.start()
