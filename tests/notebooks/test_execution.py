@@ -1,4 +1,4 @@
-"""Every notebook of the workshop runs once from top to bottom in a fresh kernel, its exercises solved by their solutions."""
+"""Every notebook of the workshop runs once from top to bottom in a fresh kernel, its exercises solved."""
 
 from __future__ import annotations
 
