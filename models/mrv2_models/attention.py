@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_decode
+from mrv2_kernels.attention.fused_decode import fused_decode_attention
 from mrv2_kernels.attention.kv_write import write_kv
 from mrv2_kernels.attention.paged import paged_attention
+from mrv2_kernels.attention.plan import decode_plan
 
 AttentionBackend = Literal["triton", "sdpa"]
 # what the split-KV choice assumes where there is no GPU to ask
@@ -45,6 +47,11 @@ class AttentionMetadata:
     query_start_loc_np: np.ndarray | None = None
     # [B], only for "sdpa": seq_lens or an upper bound of them, without padding
     max_seq_lens_np: np.ndarray | None = None
+
+    @property
+    def takes_fused(self) -> bool:
+        """Whether `attend_fused` serves this step."""
+        return self.uniform_decode and self.backend == "triton"
 
 
 def attend(
@@ -86,6 +93,52 @@ def attend(
             scale=scale,
             max_query_len=attn.max_query_len,
         )
+    return out
+
+
+def attend_fused(
+    # [B_pad, Hq, D]
+    q: torch.Tensor,
+    # [B_pad, Hkv, D]
+    k: torch.Tensor,
+    # [B_pad, Hkv, D]
+    v: torch.Tensor,
+    # [D] each, or None for heads without norms
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    # [L, D]
+    cos_sin: torch.Tensor,
+    # [B_pad] int32
+    positions: torch.Tensor,
+    # [NB, BS, Hkv, D]
+    k_cache: torch.Tensor,
+    # [NB, BS, Hkv, D]
+    v_cache: torch.Tensor,
+    attn: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Norm and rotate the heads, write keys and values and return the attention ``[B_pad, Hq, D]``, in one launch.
+
+    For steps with `takes_fused`; equals the family's `rotate` followed by `attend`.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    fused_decode_attention(
+        q,
+        k,
+        v,
+        norm_weights,
+        eps,
+        cos_sin,
+        positions,
+        k_cache,
+        v_cache,
+        attn.block_tables,
+        attn.seq_lens,
+        attn.slot_mapping,
+        out,
+        scale=scale,
+        plan=decode_plan(q.shape[0], k_cache.shape[2], q.shape[2], q.dtype),
+    )
     return out
 
 

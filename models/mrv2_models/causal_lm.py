@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from mrv2_models.attention import AttentionMetadata, attend
+from mrv2_models.attention import AttentionMetadata, attend, attend_fused
 from mrv2_models.config import ModelConfig
 from mrv2_models.kv_cache import KVCacheSpec, LayerCache
 from mrv2_models.layers import GatedMLP, Linear, Placement, RMSNorm, VocabEmbedding, WeightSource
@@ -44,14 +44,23 @@ class SelfAttention(nn.Module):
         """Apply the family's head norms and rotary embedding, in place."""
         raise TypeError(f"{type(self).__name__} must define rotate()")
 
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """Return the norms that `rotate` applies to the heads of queries and keys, of one eps, or None."""
+        return None
+
     # x [T, H] -> [T, H]
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, kv_cache: LayerCache
     ) -> torch.Tensor:
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = self.qkv(x).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
-        self.rotate(q, k, positions)
-        out = attend(q, k, v, *kv_cache, attn, self.scale)
+        if attn.takes_fused:
+            norms = self.head_norms()
+            weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
+            out = attend_fused(q, k, v, weights, eps, self.cos_sin, positions, *kv_cache, attn, self.scale)
+        else:
+            self.rotate(q, k, positions)
+            out = attend(q, k, v, *kv_cache, attn, self.scale)
         return self.o(out.flatten(1))
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:

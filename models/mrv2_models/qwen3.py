@@ -26,6 +26,10 @@ class Qwen3Attention(SelfAttention):
         q_norm, k_norm = self.q_norm, self.k_norm
         qk_norm_rope(q, k, q_norm.weight, k_norm.weight, q_norm.eps, self.cos_sin, positions)
 
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """Return the norms of the queries' and of the keys' heads."""
+        return self.q_norm, self.k_norm
+
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensors under ``<prefix>``."""
         yield from super().weight_sources(prefix)

@@ -136,4 +136,4 @@ def test_compare_and_bench_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture
     assert variants["v2 async graphs=model"]["num_graph_replays"] > 0
     assert variants["v2 async graphs=off"]["num_graph_replays"] == 0
     assert record["environment"]["gpu"]["num_sms"] > 0
-    assert record["kernels"]["decode_attention_splits"]
+    assert record["kernels"]["decode_attention_plans"]

@@ -14,10 +14,11 @@ from serving import BLOCK_SIZE, Collector, make_core
 PROMPTS = {"a": [5, 6, 7, 8, 9], "b": [3] * 20, "c": [11, 12]}
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("runner, graphs", [("v1", "model"), ("v2", "model"), ("v2", "step")])
 @pytest.mark.parametrize("async_scheduling", [True, False])
-def test_inputs_of_every_step_add_up_to_the_sequences(runner: str, async_scheduling: bool) -> None:
-    core = make_core(knobs=Knobs(runner=runner, async_scheduling=async_scheduling))  # type: ignore[arg-type]
+def test_inputs_of_every_step_add_up_to_the_sequences(runner: str, graphs: str, async_scheduling: bool) -> None:
+    knobs = Knobs(runner=runner, cuda_graphs=graphs, async_scheduling=async_scheduling)  # type: ignore[arg-type]
+    core = make_core(knobs=knobs)
     service, collector = EngineService(core), Collector(core)
     for name, prompt in PROMPTS.items():
         collector.submit(name, prompt, SamplingParams(max_tokens=6 + len(name), ignore_eos=True, seed=1))

@@ -175,6 +175,16 @@ def test_a_view_holds_the_last_seconds_and_the_marks_in_them() -> None:
     assert json.dumps(view)
 
 
+def test_a_long_series_is_drawn_with_few_points_but_counted_in_full() -> None:
+    metrics = Metrics(0.0)
+    for i in range(1000):
+        metrics.series["ttft_ms"].add(i / 20, float(i))
+    drawn = metrics.view(50.0, seconds=60.0)["series"]["ttft_ms"]
+    assert 100 <= len(drawn["v"]) <= 160
+    assert drawn["v"][-1] == 999 and drawn["t"] == sorted(drawn["t"])
+    assert drawn["p99"] == pytest.approx(989, abs=1)
+
+
 def test_every_metric_explains_itself() -> None:
     for metric in METRICS:
         assert metric.label and metric.help and metric.better in ("up", "down", "")

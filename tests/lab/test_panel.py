@@ -7,13 +7,14 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab.benches import make_bench, until
 from mrv2.config import Knobs
-from mrv2.lab import Load, Workbench
+from mrv2.lab import Load, Workbench, open_session
 from mrv2.lab.panel import Panel
 
 pytest.importorskip("anywidget")
@@ -160,6 +161,21 @@ def test_each_tab_shows_what_it_is_for(panel: Panel, tab: str, message: dict[str
     assert json.dumps(detail)
     panel.widget.set_state({"tab": "timeline"})
     panel.workbench.check()
+
+
+def test_the_session_is_saved_beside_the_notebook(
+    panel: Panel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    panel.widget.set_state({"tab": "session"})
+    for kind, said in (("save", "saved "), ("report", "wrote ")):
+        say(panel, tab="session", kind=kind)
+        until(lambda said=said: panel.widget.detail.get("saved", "").startswith(said))
+    panel.widget.set_state({"tab": "timeline"})
+    (folder,) = tmp_path.glob("mrv2-session-*[0-9]")
+    (page,) = tmp_path.glob("mrv2-session-*.html")
+    assert open_session(folder).knobs == panel.workbench.knobs
+    assert "tiny-llama" in page.read_text(encoding="utf-8")
 
 
 def test_an_error_of_a_button_reaches_the_banner_and_check(panel: Panel) -> None:

@@ -1,4 +1,4 @@
-"""The inner loop of both attention kernels: online softmax over tiles of a paged context.
+"""What the attention kernels share: online softmax over tiles of a paged context, and combining shares of one.
 
 Rows of a tile are (query, head of the group) pairs that share one KV head.  Scores live in the
 base-2 domain: ``exp2(x * scale * log2(e))`` equals ``exp(x * scale)``.  Accumulators are fp32.
@@ -16,6 +16,70 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def load_block_ids(table_ptr, keys, stop, BLOCK_SIZE: tl.constexpr):
+    """Return the blocks [N] of the positions `keys` [N]; 0 from `stop` on, which is not read."""
+    return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < stop, other=0)
+
+
+@triton.jit
+def load_tile(
+    k_ptr,
+    v_ptr,
+    block_ids,
+    keys,
+    stop,
+    TOKEN_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return k and v [N, D] of the positions `keys` [N]; with MASKED, zeros from `stop` on, which are not read."""
+    dims = tl.arange(0, BLOCK_D)
+    slots = block_ids.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
+    offsets = slots[:, None] * TOKEN_STRIDE + dims[None, :]
+    if MASKED or BLOCK_D != HEAD_DIM:
+        in_context = (keys < stop)[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offsets, mask=in_context, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=in_context, other=0.0)
+    else:
+        k = tl.load(k_ptr + offsets)
+        v = tl.load(v_ptr + offsets)
+    return k, v
+
+
+@triton.jit
+def fold_tile(
+    q,
+    k,
+    v,
+    acc,
+    row_max,
+    row_sum,
+    visible,
+    scale_log2,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Fold k and v [N, D] into (acc [M, D], row_max [M], row_sum [M]) and return them.
+
+    Without MASKED every row sees every key; with it, those where `visible` [M, N] (or [1, N]) says so, of
+    which each row that has seen none yet must see one.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    # the scale is positive: it need not touch every score before the exponential's fused multiply-subtract
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+    rescale = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+    row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit
 def attend_tiles(
     q,
     acc,
@@ -27,6 +91,7 @@ def attend_tiles(
     table_ptr,
     start,
     stop,
+    step,
     scale_log2,
     TOKEN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -36,39 +101,55 @@ def attend_tiles(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fold keys [start, stop) into (acc [M, D], row_max [M], row_sum [M]) and return them.
+    """Fold the tiles at start, start + step, ... before `stop` into (acc [M, D], row_max [M], row_sum [M]).
 
     `k_ptr` and `v_ptr` point at this KV head in slot 0.  Without MASKED every row sees every key and
-    the range is a whole number of tiles; with it, keys from `stop` on are neither read nor seen, and
+    the tiles end where the range does; with it, keys from `stop` on are neither read nor seen, and
     row m sees keys up to `last_visible[m]` (at least one key of the first tile).
     """
-    dims = tl.arange(0, BLOCK_D)
-    for first in range(start, stop, BLOCK_N):
+    # read a tile ahead, so that the loads of keys and values depend on nothing and can be pipelined
+    block_ids = load_block_ids(table_ptr, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
+    for first in range(start, stop, step):
         keys = first + tl.arange(0, BLOCK_N)
-        if MASKED:
-            block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < stop, other=0).to(tl.int64)
-        else:
-            block = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-        offsets = (block * BLOCK_SIZE + keys % BLOCK_SIZE)[:, None] * TOKEN_STRIDE + dims[None, :]
-        if MASKED or BLOCK_D != HEAD_DIM:
-            in_context = (keys < stop)[:, None] & (dims < HEAD_DIM)[None, :]
-            k = tl.load(k_ptr + offsets, mask=in_context, other=0.0)
-            v = tl.load(v_ptr + offsets, mask=in_context, other=0.0)
-        else:
-            k = tl.load(k_ptr + offsets)
-            v = tl.load(v_ptr + offsets)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        if MASKED:
-            visible = (keys[None, :] <= last_visible[:, None]) & (keys < stop)[None, :]
-            scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        rescale = tl.exp2(row_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        row_max = new_max
+        k, v = load_tile(k_ptr, v_ptr, block_ids, keys, stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, MASKED)
+        block_ids = load_block_ids(table_ptr, keys + step, stop, BLOCK_SIZE)
+        visible = (keys[None, :] <= last_visible[:, None]) & (keys < stop)[None, :]
+        acc, row_max, row_sum = fold_tile(q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED, PRECISION)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def combine_shares(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    first_head,
+    num_splits,
+    num_shares,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Combine the shares of the GROUP heads from `first_head` on; pointers stand at this request's row."""
+    splits = tl.arange(0, BLOCK_SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    filled = splits < num_shares
+    in_head = dims < HEAD_DIM
+    for member in tl.static_range(GROUP):
+        head = first_head + member
+        part = head * num_splits + splits
+        # other programs wrote these: read them where the writes meet, in L2
+        lse = tl.load(partial_lse_ptr + part, mask=filled, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.exp2(lse - tl.max(lse, axis=0))
+        partial = tl.load(
+            partial_out_ptr + part[:, None] * HEAD_DIM + dims[None, :],
+            mask=filled[:, None] & in_head[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        out = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+        tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 @dataclass(frozen=True)

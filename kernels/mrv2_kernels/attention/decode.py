@@ -16,55 +16,17 @@ query / KV heads, D = head size.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._reference import attend_paged
-from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs
+from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs, combine_shares
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, arrivals_of
 
-MAX_SPLITS = 32
-# (request, KV head) pairs that one launch with splits can serve
-MAX_SPLIT_PAIRS = 1 << 14
 # programs up to which a long tile pays for heads of 128: two on each SM of an H200
 FEW_PROGRAMS = 264
-
-
-@triton.jit
-def _combine_shares(
-    partial_out_ptr,
-    partial_lse_ptr,
-    out_ptr,
-    first_head,
-    num_splits,
-    num_shares,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Combine the shares of the GROUP heads from `first_head` on; pointers stand at this request's row."""
-    splits = tl.arange(0, BLOCK_SPLITS)
-    dims = tl.arange(0, BLOCK_D)
-    filled = splits < num_shares
-    in_head = dims < HEAD_DIM
-    for member in tl.static_range(GROUP):
-        head = first_head + member
-        part = head * num_splits + splits
-        # other programs wrote these: read them where the writes meet, in L2
-        lse = tl.load(partial_lse_ptr + part, mask=filled, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.exp2(lse - tl.max(lse, axis=0))
-        partial = tl.load(
-            partial_out_ptr + part[:, None] * HEAD_DIM + dims[None, :],
-            mask=filled[:, None] & in_head[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        out = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-        tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -126,6 +88,7 @@ def _decode_kernel(
         block_tables_ptr + request * table_stride,
         start,
         stop,
+        BLOCK_N,
         scale_log2,
         NUM_KV_HEADS * HEAD_DIM,
         BLOCK_SIZE,
@@ -156,7 +119,7 @@ def _decode_kernel(
             arrivals = arrivals_ptr + request * NUM_KV_HEADS + kv_head
             if tl.atomic_add(arrivals, 1) == num_shares - 1:
                 tl.store(arrivals, 0)
-                _combine_shares(
+                combine_shares(
                     request_out_ptr,
                     request_lse_ptr,
                     out_row_ptr,
@@ -190,14 +153,6 @@ def _tile_shape(dtype: torch.dtype, group: int, block_d: int, num_programs: int)
     if num_programs <= FEW_PROGRAMS:
         return TileShape(block_m, block_n=128, num_warps=4, num_stages=2)
     return TileShape(block_m, block_n=64, num_warps=4, num_stages=3)
-
-
-@cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Return the arrival counters of a device, [MAX_SPLIT_PAIRS] int32; zero between launches."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("paged_attention_decode: run it once on this device before capturing it in a CUDA graph")
-    return torch.zeros(MAX_SPLIT_PAIRS, dtype=torch.int32, device=device)
 
 
 def paged_attention_decode_triton(
@@ -238,7 +193,7 @@ def paged_attention_decode_triton(
             f"{MAX_SPLIT_PAIRS} pairs; take num_splits from decode_num_splits, which is 1 there"
         )
     else:
-        arrivals = _arrivals(q.device)
+        arrivals = arrivals_of(q.device)
         partial_out, partial_lse = partial or (
             torch.empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device),
             torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device),

@@ -63,7 +63,8 @@ def _paged_attention_kernel(
     PRECISION: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    program = tl.program_id(0)
+    # a request's last queries see the most keys: they start first
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = _find_request(query_start_loc_ptr, num_requests, program, BLOCK_Q)
     query_start = tl.load(query_start_loc_ptr + request)
@@ -105,6 +106,7 @@ def _paged_attention_kernel(
         table_ptr,
         0,
         num_whole,
+        BLOCK_N,
         scale_log2,
         NUM_KV_HEADS * HEAD_DIM,
         BLOCK_SIZE,
@@ -125,6 +127,7 @@ def _paged_attention_kernel(
         table_ptr,
         num_whole,
         stop,
+        BLOCK_N,
         scale_log2,
         NUM_KV_HEADS * HEAD_DIM,
         BLOCK_SIZE,
@@ -166,6 +169,8 @@ def paged_attention_triton(
     *,
     scale: float,
     max_query_len: int,
+    # tile and warps instead of those that max_query_len picks
+    shape: TileShape | None = None,
 ) -> None:
     """Write the causal attention of every scheduled token over its request's cached context.
 
@@ -179,7 +184,7 @@ def paged_attention_triton(
     if num_tokens == 0 or num_requests == 0:
         return
     group = num_heads // num_kv_heads
-    shape = _tile_shape(q.dtype, group, max_query_len)
+    shape = shape or _tile_shape(q.dtype, group, max_query_len)
     num_programs = cdiv(num_tokens, shape.block_m // group) + num_requests
     _paged_attention_kernel[(num_programs, num_kv_heads)](
         q,
@@ -225,6 +230,7 @@ def paged_attention_torch(
     *,
     scale: float,
     max_query_len: int,
+    shape: TileShape | None = None,
 ) -> None:
     """Reference of `paged_attention`, the implementation of the host backend."""
     lengths = seq_lens.tolist()

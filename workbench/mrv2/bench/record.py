@@ -17,8 +17,7 @@ from mrv2.bench.roofline import CostCard, ModelCost
 from mrv2.bench.workloads import Workload
 from mrv2.engine.core import EngineCore
 from mrv2.errors import ConfigError
-from mrv2_kernels.attention.decode import decode_num_splits
-from mrv2_models.attention import num_sms
+from mrv2_kernels.attention.plan import decode_plan
 
 # increase when a field changes its meaning
 SCHEMA = 1
@@ -104,13 +103,16 @@ def make_record(core: EngineCore, limits: DeviceLimits, workloads: Sequence[Work
     }
 
 
-def kernel_choices(core: EngineCore) -> dict[str, dict[str, int]]:
+def kernel_choices(core: EngineCore) -> dict[str, dict[str, Any]]:
     """Return the choices that depend on the padded batch alone; empty on the host, which pads nothing."""
     if not core.executor.buckets.decode:
         return {}
-    kv_heads, sms = core.model_config.num_key_value_heads, num_sms(core.device.torch_device)
-    splits = {str(size): decode_num_splits(size, kv_heads, sms) for size in core.executor.buckets.decode}
-    return {"decode_attention_splits": splits}
+    config, dtype = core.model_config, core.executor.model.dtype
+    plans = {
+        str(size): asdict(decode_plan(size, config.num_key_value_heads, config.head_dim, dtype))
+        for size in core.executor.buckets.decode
+    }
+    return {"decode_attention_plans": plans}
 
 
 def headline(record: dict[str, Any]) -> dict[str, Any]:

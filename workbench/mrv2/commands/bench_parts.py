@@ -65,6 +65,14 @@ def _gemms(args: argparse.Namespace, options: dict[str, Any], record_path: Path 
     return int(not is_right(record))
 
 
+def _layers(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.layers import headline, measure_layers, report
+
+    with _device(options) as device:
+        record = measure_layers(device, progress=note)
+    return _finish(record, report(record), headline(record), record_path)
+
+
 def _structured(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
     """Return 1 if an output has the wrong form."""
     from mrv2.bench.structured import make_record, measure_structured, report
@@ -192,6 +200,7 @@ def _project(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
 PARTS = (
     Part("--samplers", "the values of the knob sampler on random logits (CUDA)", _samplers),
     Part("--gemms", "plans for the matrix products of few rows (CUDA)", _gemms),
+    Part("--layers", "attention kernels and their launch plans (CUDA)", _layers),
     Part("--structured", "what it costs that none, half and all of the requests follow a grammar", _structured),
     Part("--growth", "a decode step over the batch and over the context, and the host's part of it", _growth),
     Part("--prefill", "time to the first token, rates of prefill kernels, and decodes beside a prefill", _prefill),

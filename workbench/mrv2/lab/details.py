@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
@@ -261,13 +262,18 @@ class SessionDetail(Detail):
         }
 
     def take(self, content: dict[str, Any]) -> None:
-        name = time.strftime("mrv2-session-%Y%m%d-%H%M%S")
-        if content["kind"] == "save":
-            self._saved = f"saved {self.workbench.save(name)}"
-        elif content["kind"] == "report":
-            self._saved = f"wrote {self.workbench.report(name + '.html')}"
-        else:
+        if content["kind"] not in ("save", "report"):
             super().take(content)
+        # it may have to wait for an experiment, and whoever brings messages must not
+        work = self.workbench.errors.guarded(lambda: self._write(content["kind"]))
+        threading.Thread(target=work, name="lab-save", daemon=True).start()
+
+    def _write(self, kind: str) -> None:
+        name = time.strftime("mrv2-session-%Y%m%d-%H%M%S")
+        if kind == "save":
+            self._saved = f"saved {self.workbench.save(name)}"
+        else:
+            self._saved = f"wrote {self.workbench.report(name + '.html')}"
 
 
 DETAILS: dict[str, type[Detail]] = {

@@ -37,6 +37,7 @@ _T = TypeVar("_T")
 POLL_S = 0.03
 VIEW_S = 0.1
 SAMPLE_S = 0.5
+METRICS_S = 0.4
 SHOWN_REQUESTS = 6
 
 
@@ -89,6 +90,8 @@ class Driver:
         self._stop = threading.Event()
         self._next_view = self._next_sample = float("-inf")
         self.snapshot = client.snapshot()
+        # when, with how many marks, what
+        self._drawn_metrics: tuple[float, int, dict[str, Any]] = (float("-inf"), 0, {})
         self.view = self._make_view(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="lab-driver", daemon=True)
         self._thread.start()
@@ -258,6 +261,13 @@ class Driver:
             self.metrics.sample(now, self.book.num_tokens, snapshot)
         self.view = self._make_view(now)
 
+    def _metrics_view(self, now: float) -> dict[str, Any]:
+        at, num_marks, _ = self._drawn_metrics
+        # a change is seen at once, a line may wait
+        if now - at >= METRICS_S or num_marks != len(self.metrics.marks):
+            self._drawn_metrics = now, len(self.metrics.marks), self.metrics.view(now)
+        return self._drawn_metrics[2]
+
     def _on_window(self, window: Window) -> None:
         self._found.append(window)
 
@@ -280,7 +290,7 @@ class Driver:
             num_open=len(self.book.open),
             num_finished=self.book.num_finished,
             num_tokens=self.book.num_tokens,
-            metrics=self.metrics.view(now),
+            metrics=self._metrics_view(now),
             streams=[stream_view(request) for request in self.book.newest(SHOWN_REQUESTS)],
         )
 

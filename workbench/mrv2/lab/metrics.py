@@ -11,6 +11,8 @@ from typing import Any
 from mrv2.engine.messages import EngineSnapshot
 from mrv2.lab.requests import LabRequest
 
+# points of a line in the panel
+MAX_DRAWN = 160
 # waits that the lab itself causes
 OWN_WAITS = frozenset({"inspection", "end of recording", "graph capture"})
 
@@ -176,9 +178,11 @@ class Metrics:
 
 def _drawn(points: list[tuple[float, float]], now: float) -> dict[str, Any]:
     values = [value for _, value in points]
+    # a line of few pixels needs few points, the newest among them
+    shown = points[:: -(len(points) // MAX_DRAWN + 1)][::-1]
     return {
-        "t": [round(at - now, 2) for at, _ in points],
-        "v": [round(value, 3) for value in values],
+        "t": [round(at - now, 2) for at, _ in shown],
+        "v": [round(value, 3) for _, value in shown],
         "p50": quantile(values, 0.5),
         "p99": quantile(values, 0.99),
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mrv2.config import EngineConfig, Knobs, legal_values
-from mrv2.errors import ConfigError
+from mrv2.errors import ConfigError, nearest
 
 EFFECTS = {"T": "same tokens", "D": "same distribution", "O": "changes the output"}
 # what a preset does not name goes back to its default
@@ -20,6 +20,7 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "V2 sync": ("device-side preparation, but every step is waited for", _SYNC),
     "V2 async": ("the default: step n+1 is launched before the tokens of step n are known", {}),
     "V2 async, depth 4": ("the host runs up to three steps ahead", {"queue_depth": 4}),
+    "V2 async, step graphs": ("one graph from staged writes to post_update", {"cuda_graphs": "step"}),
     "V2 async, eager": ("no CUDA graphs: every kernel is launched from Python", {"cuda_graphs": "off"}),
 }
 _SPECULATION = {
@@ -71,6 +72,26 @@ def _preset(name: str, about: str, changes: dict[str, Any], config: EngineConfig
     except ConfigError as error:
         return Preset(name, about, {**defaults, **changes}, str(error))
     return Preset(name, about, knobs.as_dict())
+
+
+def find_preset(among: list[Preset], name: str) -> Preset:
+    """Return a preset by name; raises `ConfigError` for an unknown one and for one that is not available."""
+    names = [preset.name for preset in among]
+    if name not in names:
+        raise ConfigError(f"preset={name!r}{nearest(name, names)}; presets are {', '.join(names)}")
+    found = among[names.index(name)]
+    if found.reason:
+        raise ConfigError(f"preset {name!r} is not available here: {found.reason}")
+    return found
+
+
+def setting_of(among: list[Preset], config: EngineConfig, given: str | dict[str, Any]) -> dict[str, Any]:
+    """Return every knob of a preset, or of changes against the defaults."""
+    if isinstance(given, str):
+        return find_preset(among, given).knobs
+    knobs = Knobs().with_changes(**given)
+    config.check_knobs(knobs)
+    return knobs.as_dict()
 
 
 def knob_specs() -> list[dict[str, Any]]:

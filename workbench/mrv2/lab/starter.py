@@ -8,7 +8,7 @@ from typing import Any
 
 NAME = "quickstart.ipynb"
 _CELLS = (
-    ("markdown", "# MRV2 Workbench\nRun the cells; then turn `async scheduling` off and on and watch the timeline."),
+    ("markdown", "# MRV2 Workbench\nTurn `async scheduling` off and on and watch the timeline."),
     ("code", "from mrv2.lab import Load, Workbench"),
     ("code", "wb = Workbench({model!r}, max_num_spec_tokens=3, load=Load(users=4, max_tokens=96))"),
     ("code", "wb"),

@@ -12,16 +12,16 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mrv2.config import Knobs
 from mrv2.engine.inspection import Inspection
 from mrv2.engine.messages import EngineSnapshot
-from mrv2.errors import ConfigError, EngineDeadError, RequestError, nearest
+from mrv2.errors import ConfigError, EngineDeadError
 from mrv2.lab.ab import ABResult, run_ab
 from mrv2.lab.driver import Driver, View
 from mrv2.lab.errors import ErrorStore
 from mrv2.lab.intents import Intent
 from mrv2.lab.load import Load
-from mrv2.lab.presets import Preset, presets
+from mrv2.lab.places import check_params, hardware_name, on_cuda, place_of
+from mrv2.lab.presets import Preset, find_preset, presets, setting_of
 from mrv2.lab.requests import LabRequest
 from mrv2.llm import LLM
 from mrv2.prompts import PromptType, match_params, parse_prompts
@@ -80,11 +80,11 @@ class Workbench:
         self.errors = ErrorStore()
         first_load = load if isinstance(load, Load) else Load(pack=load)
         self.options = dict(options)
-        self.place = _place(engine, options.get("device", "auto"))
+        self.place = place_of(engine, options.get("device", "auto"))
         self._llm = LLM(model, engine=self.place, **(knobs or {}), **options)
         info = self._llm.client.info
         own = self._llm.tokenizer.eos_token_ids if self._llm.tokenizer is not None else ()
-        self.on_cuda = _on_cuda(info.config.device)
+        self.on_cuda = on_cuda(info.config.device)
         self.driver = Driver(
             self._llm.client,
             self._llm.tokenizer,
@@ -122,20 +122,10 @@ class Workbench:
 
     def preset(self, name: str, *, wait: bool = True) -> Intent:
         """Set every knob as a named preset does; raises `ConfigError` for one that is unknown or unavailable here."""
-        found = self.find_preset(name)
-        if found.reason:
-            raise ConfigError(f"preset {name!r} is not available here: {found.reason}")
+        found = find_preset(self.presets, name)
         self._require_open()
         intent = self.driver.intend(found.knobs, f"preset {name}")
         return intent.wait(WAIT_S) if wait else intent
-
-    def find_preset(self, name: str) -> Preset:
-        """Return a preset by name."""
-        for preset in self.presets:
-            if preset.name == name:
-                return preset
-        names = [preset.name for preset in self.presets]
-        raise ConfigError(f"preset={name!r}{nearest(name, names)}; presets are {', '.join(names)}")
 
     def code(self) -> str:
         """Return Python that makes a workbench like this one, settings included."""
@@ -186,7 +176,7 @@ class Workbench:
         parsed = parse_prompts(prompts, self._llm.tokenizer)
         params = match_params(sampling_params or SamplingParams(max_tokens=64), len(parsed))
         for each in params:
-            _check_params(each)
+            check_params(each)
 
         def submit() -> list[LabRequest]:
             return [self.driver.submit(p.text or "", p.token_ids, each) for p, each in zip(parsed, params, strict=True)]
@@ -298,7 +288,7 @@ class Workbench:
         recorded: bool = True,
     ) -> Callable[[], ABResult]:
         """Check the arguments of `ab` and return what the driver's thread has to do."""
-        left, right = self._setting(a), self._setting(b)
+        left, right = (setting_of(self.presets, self.llm_info.config, each) for each in (a, b))
         if requests < 1 or repetitions < 1:
             raise ConfigError(f"ab(requests={requests}, repetitions={repetitions}): both must be at least 1")
         chosen = load or self.load
@@ -421,10 +411,7 @@ class Workbench:
     @property
     def hardware(self) -> str:
         """The GPU's name, or the processor's."""
-        from mrv2.bench.environment import cpu_name, gpu_info
-
-        gpu = gpu_info() if self.on_cuda else None
-        return gpu.name if gpu is not None else cpu_name()
+        return hardware_name(self.on_cuda)
 
     @property
     def llm_info(self) -> Any:
@@ -435,17 +422,6 @@ class Workbench:
         if self.driver.load.mode == "replay":
             self.driver.set_load(self.driver.load)
         self.driver.paused = False
-
-    def _setting(self, given: str | dict[str, Any]) -> dict[str, Any]:
-        """Return every knob of a preset, or of changes against the defaults."""
-        if isinstance(given, str):
-            preset = self.find_preset(given)
-            if preset.reason:
-                raise ConfigError(f"preset {given!r} is not available here: {preset.reason}")
-            return preset.knobs
-        knobs = Knobs().with_changes(**given)
-        self.llm_info.config.check_knobs(knobs)
-        return knobs.as_dict()
 
     def call(self, work: Any, timeout: float = WAIT_S) -> Any:
         """Run `work` on the driver's thread between two rounds, and return what it returns."""
@@ -471,33 +447,6 @@ def open_workbench() -> Workbench:
     if not found:
         raise ConfigError("no workbench is open: make one with Workbench(...)")
     return max(found, key=lambda workbench: workbench.serial)
-
-
-def _place(engine: str, device: str) -> Literal["thread", "process"]:
-    if engine not in ("auto", "thread", "process"):
-        raise ConfigError(f"engine={engine!r}; legal values are 'auto', 'thread', 'process'")
-    if engine != "auto":
-        return engine  # type: ignore[return-value]  # checked above
-    return "process" if _on_cuda(device) else "thread"
-
-
-def _on_cuda(device: str) -> bool:
-    if device != "auto":
-        return device == "cuda"
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _check_params(params: SamplingParams) -> None:
-    if params.n > 1:
-        raise RequestError(f"n={params.n}: the workbench follows single sequences; send {params.n} requests")
-    if params.stop_strings:
-        raise RequestError(
-            f"stop={list(params.stop_strings)!r}: the workbench takes stop_token_ids only; LLM takes both"
-        )
-    if any(isinstance(word, str) for word in params.bad_words or ()) or params.thinking_token_budget is not None:
-        raise RequestError("bad words as text and thinking budgets are served by LLM, not by the workbench")
 
 
 def _close_at_exit(reference: weakref.ref[Workbench]) -> None:

@@ -52,7 +52,7 @@ class BatchTab extends Tab {
       d.steps.steps.length ? make("div", {}, make("h4", {}, `Rows by step${d.left ? `, ${d.left} steps to come` : ""}`), batchGrid(d.steps)) : note("No step was followed yet."),
       make("h4", {}, `KV blocks: ${d.used} of ${d.total} held, ${d.cached} cached and free, ${d.blockSize} tokens each${shown}`),
       blockGrid(cells, `${d.used} of ${d.total} KV blocks are held`),
-      make("div", { class: "legend" }, ...d.requests.map((r, i) => make("span", {}, make("i", { style: `background:${hue(i)}` }), `${r.id}: ${r.computed} of ${r.known} tokens computed`)),
+      make("div", { class: "legend" }, ...d.requests.map((r, i) => make("span", {}, make("i", { style: `background:${hue(i)}` }), `${r.id}: ${r.known} tokens known, ${r.computed} launched`)),
         make("span", {}, make("i", { class: "shared" }), "shared prefix")));
   }
 }

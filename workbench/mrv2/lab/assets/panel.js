@@ -108,7 +108,7 @@ class PanelView {
       ...spec.presets.map((p) => make("option", { value: p.name, disabled: Boolean(p.reason), title: p.reason || p.about }, p.name + (p.reason ? " \u2014 not available here" : ""))));
     this.knobRows = new Map();
     const rows = spec.knobs.map((knob) => {
-      const select = make("select", { "data-knob": knob.name, onchange: () => this.send({ kind: "set", changes: { [knob.name]: Number(select.value) } }), onfocus: () => this.explain(knob) },
+      const select = make("select", { "data-knob": knob.name, onchange: () => this.ask(knob, select), onfocus: () => this.explain(knob) },
         ...knob.values.map((value, i) => make("option", { value: i }, shownValue(value))));
       const chip = make("span", { class: "chip", role: "status" });
       const row = make("div", { class: "knob", onmouseenter: () => this.explain(knob) },
@@ -121,6 +121,15 @@ class PanelView {
     this.explain(spec.knobs[0]);
     return make("section", { class: "card controls", "aria-label": "knobs" },
       make("div", { class: "knob preset" }, make("label", {}, make("span", {}, "preset"), this.preset)), ...rows, this.help, this.buildLoad());
+  }
+
+  // While a cell runs the kernel may take no messages: say so rather than look dead.
+  ask(knob, select) {
+    const { chip } = this.knobRows.get(knob.name), sent = "\u2026 sent";
+    this.send({ kind: "set", changes: { [knob.name]: Number(select.value) } });
+    chip.className = "chip pending";
+    chip.textContent = sent;
+    setTimeout(() => { if (chip.textContent === sent) chip.textContent = "\u2026 waits for the cell that runs"; }, 2500);
   }
 
   explain(knob) {
@@ -254,7 +263,8 @@ class PanelView {
 
   buildTabs() {
     this.tabs = new Map();
-    this.tabButtons = TABS.map(([name, text]) => button(text, "", () => this.openTab(name, true), { role: "tab", id: `lab-tab-${name}`, "data-tab": name }));
+    const id = Math.random().toString(36).slice(2);
+    this.tabButtons = TABS.map(([name, text]) => button(text, "", () => this.openTab(name, true), { role: "tab", id: `lab-${id}-${name}`, "data-tab": name }));
     const list = make("div", { class: "tabs", role: "tablist", "aria-label": "views", onkeydown: (event) => {
       const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!move) return;
@@ -263,7 +273,7 @@ class PanelView {
       next.focus();
       next.click();
     } }, ...this.tabButtons);
-    this.pages = new Map(TABS.map(([name]) => [name, make("div", { class: "page", role: "tabpanel", "aria-labelledby": `lab-tab-${name}`, hidden: true })]));
+    this.pages = new Map(TABS.map(([name]) => [name, make("div", { class: "page", role: "tabpanel", "aria-labelledby": `lab-${id}-${name}`, hidden: true })]));
     this.buildTimeline(this.pages.get("timeline"));
     return make("section", { class: "card" }, list, ...this.pages.values());
   }

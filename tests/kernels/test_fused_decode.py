@@ -1,0 +1,127 @@
+"""The fused decode launch: both twins against float64, over a poisoned cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_cases import fused_case
+from mrv2_kernels._pdl import supports_pdl
+from mrv2_kernels.attention.fused_decode import fused_decode_attention
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, decode_plan
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+def plan_of(num_splits: int, tiles_per_split: int = 1) -> DecodePlan:
+    return DecodePlan(block_n=32, num_warps=4, num_stages=1, num_splits=num_splits, tiles_per_split=tiles_per_split)
+
+
+@pytest.mark.parametrize("twin", ["torch", "triton"])
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, block_size, has_norm",
+    [
+        (2, 2, 64, 16, True),
+        (4, 2, 128, 16, True),
+        (9, 3, 64, 16, False),
+        (4, 1, 64, 32, True),
+        (7, 1, 64, 16, False),
+        (2, 1, 96, 32, True),
+    ],
+)
+def test_any_group(
+    twin: str, num_splits: int, heads: int, kv_heads: int, dim: int, block_size: int, has_norm: bool
+) -> None:
+    case = fused_case(
+        [33, 1, 100],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=block_size,
+        has_norm=has_norm,
+        padding=2,
+    )
+    case.check(case.run(twin, plan_of(num_splits)), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("num_splits, tiles_per_split", [(1, 1), (2, 1), (3, 2), (8, 1), (8, 2)])
+@pytest.mark.parametrize("length", [1, 2, 32, 33, 34, 64, 65, 97, 130])
+def test_splits_cover_the_context_once(num_splits: int, tiles_per_split: int, length: int) -> None:
+    case = fused_case([length], num_heads=2, num_kv_heads=1, head_dim=64)
+    case.check(case.run("triton", plan_of(num_splits, tiles_per_split)), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("twin, dtype", [("torch", torch.float64), ("torch", torch.float16), ("triton", torch.float16)])
+def test_other_dtypes(twin: str, dtype: torch.dtype) -> None:
+    case = fused_case([70, 130], num_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype, padding=1)
+    case.check(case.run(twin, plan_of(2)), TOLERANCE[dtype])
+
+
+def test_both_twins_write_the_same_cache() -> None:
+    """What later steps read is rounded as the token's own step rounded it."""
+    cases = [fused_case([40, 7], num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16) for _ in range(2)]
+    for twin, case in zip(("torch", "triton"), cases, strict=True):
+        case.run(twin, plan_of(2))
+    written = cases[0].k_cache.nan_to_num(0.0)
+    torch.testing.assert_close(cases[1].k_cache.nan_to_num(0.0), written, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("twin", ["torch", "triton"])
+def test_the_inputs_stay_as_they_are(twin: str) -> None:
+    case = fused_case([40], num_heads=4, num_kv_heads=2, head_dim=64)
+    before = case.qkv.clone()
+    case.run(twin, plan_of(2))
+    assert torch.equal(case.qkv, before)
+
+
+def test_a_launch_leaves_the_next_one_nothing_to_trip_over() -> None:
+    case = fused_case([97, 40], num_heads=4, num_kv_heads=2, head_dim=64, padding=1)
+    for num_splits in (4, 4, 2, 8):
+        case.check(case.run("triton", plan_of(num_splits)), TOLERANCE[torch.float32])
+
+
+def test_more_pairs_than_counters_are_refused_and_not_planned() -> None:
+    case = fused_case([4], num_heads=2, num_kv_heads=1, head_dim=64)
+    q, k, v = (x.expand(MAX_SPLIT_PAIRS + 1, -1, -1) for x in case.qkv.split((2, 1, 1), dim=1))
+    with pytest.raises(ValueError, match="take the plan from decode_plan"):
+        fused_decode_attention.triton(  # type: ignore[attr-defined]  # the twins ride on the function object
+            q,
+            k,
+            v,
+            None,
+            0.0,
+            case.cos_sin,
+            case.positions,
+            case.k_cache,
+            case.v_cache,
+            case.block_tables,
+            case.seq_lens,
+            case.slot_mapping,
+            q,
+            scale=1.0,
+            plan=plan_of(2),
+        )
+    assert decode_plan(MAX_SPLIT_PAIRS + 1, 1, 64, torch.bfloat16).num_splits == 1
+
+
+def test_float64_is_refused_by_triton_with_the_remedy() -> None:
+    case = fused_case([4], num_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"float64 call fused_decode_attention\.torch"):
+        case.run("triton", plan_of(1))
+
+
+def test_dependent_launch_is_refused_where_the_device_lacks_it() -> None:
+    case = fused_case([4], num_heads=2, num_kv_heads=1, head_dim=64)
+    assert not supports_pdl(case.qkv.device)
+    with pytest.raises(ValueError, match="supports_pdl"):
+        case.run("triton", plan_of(1), pdl=True)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_split_bound_is_a_power_of_two_that_falls_with_the_batch(num_kv_heads: int, head_dim: int) -> None:
+    counts = [decode_plan(batch, num_kv_heads, head_dim, torch.bfloat16).num_splits for batch in range(1, 3000)]
+    assert counts == sorted(counts, reverse=True)
+    assert set(counts) <= {1 << i for i in range(MAX_SPLITS.bit_length())}
+    assert counts[-1] == 1
