@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_inspected_inputs_are_those_of_a_decode_step(bench: Workbench, graphs: s
     bench.wait(tokens=50)
     steps = bench.inspect(6).steps[-6:]
     assert [s.step for s in steps] == list(range(steps[0].step, steps[0].step + 6))
-    for before, step in zip(steps, steps[1:], strict=False):
+    for before, step in pairwise(steps):
         assert step.runner == runner
         ends = step.query_start_loc[1:] - 1
         assert (step.positions[ends] + 1 == step.seq_lens).all()

@@ -233,7 +233,7 @@ class EngineCore:
 
     def _grammar_mask(self, scheduled: SchedulerOutput) -> GrammarMask | None:
         """Return what the requests of the step just scheduled that follow a grammar may yield, if there are any."""
-        rows = self.scheduler.grammar_rows()
+        rows = self.scheduler.grammar_rows() if scheduled.has_grammar else []
         if not rows:
             return None
         # a mask follows from every token before it; one in flight is this step's own

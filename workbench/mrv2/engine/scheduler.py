@@ -20,30 +20,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord, settle_token
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
 from mrv2.engine.messages import EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
-
-
-@dataclass(slots=True)
-class ScheduledEntry:
-    """One request's share of a step, kept until its output arrives."""
-
-    request: Request
-    epoch: int
-    num_tokens: int
-    yields_token: bool
-    num_drafts: int = 0
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """A launched step, with what its output will settle."""
-
-    step: int
-    entries: list[ScheduledEntry]
 
 
 @dataclass(slots=True)
@@ -89,6 +71,8 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.step = 0
         self._freed: list[str] = []
+        # the newest step's batch, while it only decodes
+        self._decodes: DecodeBatch | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -113,6 +97,45 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Launchable work for one step, or None if nothing can run now."""
+        return self._schedule_decodes() or self._schedule_all()
+
+    def _schedule_decodes(self) -> SchedulerOutput | None:
+        """Schedule the batch of the last step once more; None = every request has to be looked at."""
+        batch = self._decodes
+        if batch is None or not batch.may_go_on or not self._only_decodes:
+            return None
+        full = batch.full_after(batch.num_launched - 1)
+        if len(full) * self.kv.num_groups > self.kv.pool.num_free:
+            return None
+        new_block_ids = {}
+        for request in full:
+            if request.num_computed == request.capacity:
+                new_block_ids[request.message.req_id] = self.kv.grow(request, request.num_computed + 1)
+        scheduled = SchedulerOutput(
+            step=self.step,
+            freed_req_ids=sorted(self._freed),
+            new_requests=[],
+            req_ids=batch.req_ids,
+            num_scheduled_tokens=batch.ones,
+            num_computed_tokens=batch.launch(),
+            yields_token=batch.yields,
+            num_draft_tokens=batch.zeros,
+            new_block_ids=new_block_ids,
+            fresh_block_ids=self.kv.take_fresh(),
+            total_tokens=len(batch.requests),
+        )
+        self._freed.clear()
+        self.in_flight.append(StepRecord(self.step, batch.entries, batch, batch.num_launched - 1))
+        self.step += 1
+        return scheduled
+
+    @property
+    def _only_decodes(self) -> bool:
+        """Say whether the next step can be one more of the same: nobody drafts, and nobody may be admitted."""
+        return not self.num_spec_tokens and not (self.waiting and len(self.running) < self.max_num_seqs)
+
+    def _schedule_all(self) -> SchedulerOutput | None:
+        """Look at every running request, then at those that wait."""
         entries: list[ScheduledEntry] = []
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
@@ -184,30 +207,61 @@ class Scheduler:
         """Settle the oldest step in flight with its output; return what to tell the front end."""
         record = self.in_flight.popleft()
         assert record.step == output.step, f"output of step {output.step} arrived for step {record.step}"
+        if record.batch is not None and record.batch.intact:
+            return self._settle_decodes(record.batch, record.index, output)
         sampled, num_sampled = output.sampled_token_ids.tolist(), output.num_sampled.tolist()
         results: list[EngineOutput] = []
-        block_size = self.kv.block_size
         for row, entry in enumerate(record.entries):
-            request, yields_token = entry.request, entry.yields_token
-            if request.status is RequestStatus.FINISHED:
-                self._count_waste(request, num_sampled[row])
-                continue
-            current = entry.epoch == request.epoch
-            if current:
-                request.num_confirmed += entry.num_tokens
-                request.num_in_flight -= yields_token
-            elif yields_token:
-                request.num_stale -= 1
-                self.stats.num_stale_delivered += num_sampled[row]
-            if entry.num_drafts:
-                self._settle_drafts(request, entry, num_sampled[row], current)
-            if row in output.prompt_logprobs and request.prompt_logprobs is not None:
-                request.prompt_logprobs.add(output.prompt_logprobs[row])
-            if yields_token:
-                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row, entry.num_drafts))
-            if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
+            result = self._settle(entry, sampled[row][: num_sampled[row]], output, row)
+            if result is not None:
+                results.append(result)
+        return results
+
+    def _settle_decodes(self, batch: DecodeBatch, index: int, output: StepOutput) -> list[EngineOutput]:
+        """Settle step `index` of a batch whose members are all as it left them: only ends need a closer look."""
+        sampled = output.sampled_token_ids[:, 0]
+        tokens, watched = sampled.tolist(), batch.rows_to_watch(index, sampled)
+        if not watched:
+            results = [
+                settle_token(request, token, output.step) for request, token in zip(batch.requests, tokens, strict=True)
+            ]
+        else:
+            results = []
+            for row, (entry, token) in enumerate(zip(batch.entries, tokens, strict=True)):
+                ends = row in watched
+                result = (
+                    self._settle(entry, [token], output, row)
+                    if ends
+                    else settle_token(entry.request, token, output.step)
+                )
+                assert result is not None, "a decode yields a token"
+                results.append(result)
+        if self.kv.enable_prefix_caching:
+            for request in batch.full_after(index):
                 self.kv.publish(request)
         return results
+
+    def _settle(self, entry: ScheduledEntry, tokens: list[int], output: StepOutput, row: int) -> EngineOutput | None:
+        """Settle one request's share of a step."""
+        request, yields_token = entry.request, entry.yields_token
+        if request.status is RequestStatus.FINISHED:
+            self._count_waste(request, len(tokens))
+            return None
+        current = entry.epoch == request.epoch
+        if current:
+            request.num_confirmed += entry.num_tokens
+            request.num_in_flight -= yields_token
+        elif yields_token:
+            request.num_stale -= 1
+            self.stats.num_stale_delivered += len(tokens)
+        if entry.num_drafts:
+            self._settle_drafts(request, entry, len(tokens), current)
+        if row in output.prompt_logprobs and request.prompt_logprobs is not None:
+            request.prompt_logprobs.add(output.prompt_logprobs[row])
+        result = self._deliver(request, tokens, output, row, entry.num_drafts) if yields_token else None
+        if current and request.num_confirmed >= (request.num_published_blocks + 1) * self.kv.block_size:
+            self.kv.publish(request)
+        return result
 
     def forget_rows(self) -> None:
         """The runner was exchanged: every running request needs a row again; blocks and progress stay."""
@@ -215,6 +269,7 @@ class Scheduler:
         for request in self.running:
             request.has_row = False
         self._freed.clear()
+        self._decodes = None
 
     def check(self) -> None:
         """Assert the equations that hold between two calls."""
@@ -321,10 +376,15 @@ class Scheduler:
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(num_scheduled.sum()),
-            has_grammar=bool(self._num_undraftable) and any(e.request.grammar is not None for e in entries),
+            has_grammar=any(e.request.grammar is not None for e in entries),
         )
         self._freed.clear()
-        self.in_flight.append(StepRecord(self.step, entries))
+        record = StepRecord(self.step, entries)
+        self._decodes = None
+        if self._only_decodes and DecodeBatch.fits(entries):
+            batch = DecodeBatch(entries, scheduled.req_ids, scheduled.num_computed_tokens, self.kv.block_size)
+            self._decodes = record.batch = batch
+        self.in_flight.append(record)
         self.step += 1
         return scheduled
 
@@ -391,7 +451,15 @@ class Scheduler:
         self.stats.num_wasted_steps[reason] = self.stats.num_wasted_steps.get(reason, 0) + 1
         self.stats.num_discarded_tokens += num_tokens
 
+    def _leave_batch(self, request: Request) -> None:
+        """A request ends or is preempted: the batches that count on it are looked at one by one from now on."""
+        batches = [self._decodes, *(record.batch for record in self.in_flight)]
+        for batch in batches:
+            if batch is not None and request in batch.members:
+                batch.intact = False
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._leave_batch(request)
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         self._remove(queue, request)
         self._give_up_row(request)
@@ -400,6 +468,7 @@ class Scheduler:
         self._num_undraftable -= request.one_row
 
     def _preempt(self, request: Request) -> None:
+        self._leave_batch(request)
         self._remove(self.running, request)
         self._give_up_row(request)
         request.reset_progress()
