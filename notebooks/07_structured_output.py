@@ -265,6 +265,9 @@ for kind, shown in (("deferred", spans), ("blocking", blocking_spans)):
     print(f"{kind}: {100 * share_hidden(shown):5.1f} % of the mask-making is hidden behind the device")
 
 # %% [markdown]
+# Hidden behind *what*? Deferred, it is the forward of the step that needs the mask. Blocking, there is only the rest of the step before (post-update), which
+# a GPU finishes at once and a busy CPU does not.
+#
 # ## What it costs in depth
 #
 # At most one step is launched and not yet sampled, so at most two are in flight while a constrained request runs, whatever `queue_depth` says. The
