@@ -345,7 +345,7 @@ break_even = Exercise(
     check=lambda a: abs(a - t_k / t_0) < 0.01,
     hints=["Set the speed-up to 1 and solve for the mean length."],
     solution="answer = t_k / t_0",
-    refuses=[t_0 / t_k + 0.02 if abs(t_0 - t_k) < 0.02 * t_0 else t_0 / t_k, -1.0],
+    refuses=[2 * t_k / t_0, -1.0],
 )
 break_even
 

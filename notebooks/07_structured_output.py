@@ -253,7 +253,7 @@ def answer(spans):
     busy = merge((s.start_ns, s.end_ns) for s in spans if s.kind == "device")
     return total(intersect(fill, busy)) / total(fill)
 """,
-    refuses=[lambda spans: 1.0, lambda spans: 0.0],
+    refuses=[lambda spans: 1 - share_hidden(spans)],
 )
 hidden
 
