@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -96,8 +97,12 @@ def alone(
     seed: int,
     num_tokens: int,
     options: tuple[tuple[str, object], ...] = (),
+    sampling: str = "[]",
 ) -> list[int]:
-    """Return what a request yields with the engine to itself: synchronous, one row, no cache, no chunks."""
+    """Return what a request yields with the engine to itself: synchronous, one row, no cache, no chunks.
+
+    `sampling` holds further parameters as the text of a list of pairs, which a cache can compare.
+    """
     core = make_core(
         **dict(options),  # type: ignore[arg-type]
         max_num_seqs=1,
@@ -105,5 +110,6 @@ def alone(
         enable_prefix_caching=False,
         knobs=Knobs(async_scheduling=False, cuda_graphs="off"),
     )
-    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
+    fields = {"temperature": temperature, "seed": seed, "max_tokens": num_tokens, "ignore_eos": True}
+    params = SamplingParams(**(fields | dict(literal_eval(sampling))))
     return serve(core, {"alone": (list(prompt), params)})["alone"].token_ids

@@ -29,6 +29,7 @@ OUTPUT_COPY = "output_copy"
 POST_UPDATE = "post_update"
 VERIFY = "verify"
 DRAFT = "draft"
+DRAFT_COPY = "draft_copy"
 
 # host, inside the V1 runner (its own scopes, for like-for-like timelines)
 V1_PREPROCESS = "v1: preprocess"

@@ -90,6 +90,7 @@ class ForwardBuffers:
         step_words: int,
         hidden_size: int,
         dtype: torch.dtype,
+        num_taps: int = 0,
     ) -> None:
         # [T]
         self.input_ids = device.zeros((max_num_tokens,), torch.int32)
@@ -109,6 +110,8 @@ class ForwardBuffers:
         self.slot_mappings = [device.full((max_num_tokens,), -1, torch.int32) for _ in range(num_groups)]
         # [T, H], output
         self.hidden = device.zeros((max_num_tokens, hidden_size), dtype)
+        # [T, taps * H], output: layers that a drafter taps; None without such a drafter
+        self.aux_hidden = device.zeros((max_num_tokens, num_taps * hidden_size), dtype) if num_taps else None
 
 
 class ForwardPass:
@@ -192,6 +195,8 @@ class ForwardPass:
     def hidden(self, batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Device code: the model on the buffers. [T_pad, H]"""
         attn = self.model_state.prepare_attn(batch)
+        if self.buffers.aux_hidden is not None:
+            inputs = inputs | {"aux_hidden": self.buffers.aux_hidden[: batch.positions.shape[0]]}
         return self.model(attn=attn, kv_caches=self.kv_caches, **inputs)
 
     def _forward(self, batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> None:

@@ -104,7 +104,7 @@ class ModelRunnerV1:
             r.device,
             self.main,
             depth=self.max_queue_depth + 1,
-            max_num_seqs=r.max_num_seqs,
+            max_num_masks=r.max_num_seqs,
             vocab_size=r.vocab_size,
         )
         # passed once the copies out of the shared pinned buffers have run
@@ -187,6 +187,10 @@ class ModelRunnerV1:
         rows = [row_of[scheduled.req_ids[index]] for index in grammar.batch_rows.tolist()]
         self.grammar_masks.submit(np.array(rows, dtype=np.int32), holder)
         self.grammar_masks.release(self.main.record_event())
+
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """No request has drafts. [n, 0] int64"""
+        return np.zeros((len(req_ids), 0), dtype=np.int64)
 
     def reset(self) -> None:
         """Forget every request."""

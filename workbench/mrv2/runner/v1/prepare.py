@@ -50,7 +50,7 @@ class InputPreparer:
         self.batch = batch
         self.main = main
         device, buffers = r.device, r.forward.buffers
-        rows, tokens = r.max_num_seqs, r.max_num_batched_tokens
+        rows, tokens = r.max_num_seqs, r.forward.buffers.input_ids.shape[0]
         # [T], [R + 1]: the device half is what the model reads
         self.input_ids = CpuGpuBuffer(device, tokens, torch.int32, buffers.input_ids)
         self.query_start_loc = CpuGpuBuffer(device, rows + 1, torch.int32, buffers.query_start_loc)
