@@ -100,6 +100,7 @@ class DecodeBatch:
             # the first token of a request brings more than itself
             and entry.request.num_outputs + entry.request.num_in_flight > 1
             and entry.request.is_plain
+            and entry.request.grammar is None
             for entry in entries
         )
 
