@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fused_cases import FusedCase, fused_case
-from mrv2_kernels._pdl import supports_pdl
 from mrv2_kernels.attention.plan import DecodePlan, decode_plan
+from mrv2_kernels.gemm.pdl import has_pdl
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +60,7 @@ def test_the_last_to_arrive_leaves_no_trace_in_the_result() -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_captured_steps_that_depend_on_each_other(pdl: bool) -> None:
     """Each launch of the graph reads the cache and the heads that the launch before it wrote."""
-    if pdl and not supports_pdl(torch.device("cuda", 0)):
+    if pdl and not has_pdl(torch.empty(1, device="cuda")):
         pytest.skip("needs compute capability 9.0")
     case = case_of(SHAPES[0], torch.bfloat16, [700, 3, 65, 1])
     plan = DecodePlan(64, 4, 3, 8, tiles_per_split=1)
@@ -88,7 +88,7 @@ def test_captured_steps_that_depend_on_each_other(pdl: bool) -> None:
 
 
 def test_back_to_back_dependent_launches_share_their_counters_in_order() -> None:
-    if not supports_pdl(torch.device("cuda", 0)):
+    if not has_pdl(torch.empty(1, device="cuda")):
         pytest.skip("needs compute capability 9.0")
     case = case_of(SHAPES[0], torch.bfloat16, LENGTHS)
     plan = DecodePlan(32, 4, 3, 32, tiles_per_split=1)

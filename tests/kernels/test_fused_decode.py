@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fused_cases import fused_case
-from mrv2_kernels._pdl import supports_pdl
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, decode_plan
+from mrv2_kernels.gemm.pdl import has_pdl
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 
@@ -113,8 +113,8 @@ def test_float64_is_refused_by_triton_with_the_remedy() -> None:
 
 def test_dependent_launch_is_refused_where_the_device_lacks_it() -> None:
     case = fused_case([4], num_heads=2, num_kv_heads=1, head_dim=64)
-    assert not supports_pdl(case.qkv.device)
-    with pytest.raises(ValueError, match="supports_pdl"):
+    assert not has_pdl(case.qkv)
+    with pytest.raises(ValueError, match="has_pdl"):
         case.run("triton", plan_of(1), pdl=True)
 
 

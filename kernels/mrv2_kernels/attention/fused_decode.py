@@ -23,7 +23,6 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._pdl import launch_dependents, launch_options, wait_for_previous
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._tiles import (
@@ -38,6 +37,7 @@ from mrv2_kernels.attention._tiles import (
 from mrv2_kernels.attention.decode import paged_attention_decode_torch
 from mrv2_kernels.attention.kv_write import write_kv_torch
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, arrivals_of
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.layers.rope import qk_norm_rope_torch, rotary_embedding_torch
 
 
@@ -119,8 +119,8 @@ def _fused_decode_kernel(
     k_weight = tl.load(k_weight_ptr + dims, mask=in_head & HAS_NORM, other=0.0).to(tl.float32)
     k_partner_weight = tl.load(k_weight_ptr + partners, mask=in_head & HAS_NORM, other=0.0).to(tl.float32)
     if PDL:
-        wait_for_previous()
-        launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
 
     seq_len = tl.load(seq_lens_ptr + request)
     position = tl.load(positions_ptr + request).to(tl.int64)
@@ -285,9 +285,9 @@ def fused_decode_attention_triton(
     """Write each new token to the cache and its attention to `out`; padding rows get zeros.
 
     Take `plan` from `decode_plan`.  `pdl` starts the launch before the one in front of it has ended
-    (programmatic dependent launch).  Launches on one device share arrival counters, so they must be ordered:
-    on one stream, or by events.  Raises `ValueError` for float64 (only the torch twin computes that), for
-    layouts that the kernel cannot read, and for `pdl` on a GPU without it.
+    (programmatic dependent launch, `mrv2_kernels.gemm.pdl`).  Launches on one device share arrival
+    counters, so they must be ordered: on one stream, or by events.  Raises `ValueError` for float64 (only
+    the torch twin computes that), for layouts that the kernel cannot read, and for `pdl` on a GPU without it.
     """
     check_inputs("fused_decode_attention", q, k_cache, v_cache, out)
     batch, num_heads, head_dim = q.shape
@@ -295,6 +295,8 @@ def fused_decode_attention_triton(
     for name, x in (("k", k), ("v", v)):
         if x.stride(2) != 1 or x.stride(1) != head_dim:
             raise ValueError(f"fused_decode_attention: {name} needs adjacent heads, got strides {x.stride()}")
+    if pdl and not has_pdl(q):
+        raise ValueError(f"fused_decode_attention: pdl=True needs compute capability 9.0; {q.device} fails has_pdl")
     if batch == 0:
         return
     num_splits = plan.num_splits
@@ -350,7 +352,7 @@ def fused_decode_attention_triton(
         PRECISION="ieee",
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **launch_options(pdl, q.device),
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 

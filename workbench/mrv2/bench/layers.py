@@ -56,9 +56,9 @@ from mrv2.bench.layer_problems import (
 from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
 from mrv2.instrument import recording
-from mrv2_kernels._pdl import supports_pdl
 from mrv2_kernels.attention._tiles import TileShape
 from mrv2_kernels.attention.plan import DecodePlan, decode_plan, split_bound
+from mrv2_kernels.gemm.pdl import has_pdl
 
 KIND = "mrv2-layers"
 BATCHES = {QWEN3: (32, 1, 256, 64, 8), SMOLLM2: (32, 1, 256)}
@@ -285,7 +285,7 @@ def _alone(fn: Callable[..., dict[str, str]], args: tuple[Any, ...]) -> dict[str
 
 def _check_all(device: Device, progress: Callable[[str], object]) -> dict[str, str]:
     """Compile and compare every candidate, several at a time; return name -> reason of those that failed."""
-    pdl = supports_pdl(device.torch_device)
+    pdl = has_pdl(device.zeros((1,)))
     jobs: list[tuple[Callable[..., dict[str, str]], tuple[Any, ...]]] = [
         (_check_tile, (shape, tile, pdl)) for shape in BATCHES for tile in TILES[shape.head_dim]
     ]
@@ -388,7 +388,7 @@ class _Bench:
         best = self._best(problems, shape, batch, [best, *order]) or best
         self.plans.setdefault(shape.name, {})[batch] = best
         pdl_name = f"{_tile_name(shape, tile)} pdl"
-        if supports_pdl(self.device.torch_device) and pdl_name not in self.failures:
+        if has_pdl(pool.order) and pdl_name not in self.failures:
             for context, calls in problems.items():
                 work = [lambda c=call, p=best: c.fused(p, pdl=True) for call in calls]
                 self._time(shape, batch, context, "fused pdl", best, work)

@@ -63,6 +63,7 @@ class EngineCore:
         self.model_config = self.executor.model_config
         self.max_model_len = self.executor.max_model_len
         self.knobs = config.knobs
+        self._knobs_since = 0
         self.kv = KVCacheManager(
             self.executor.num_kv_blocks,
             config.block_size,
@@ -166,6 +167,7 @@ class EngineCore:
         if rules[0] != rules[1]:
             self.scheduler.forget_drafts()
         self.knobs = knobs
+        self._knobs_since = self.scheduler.step
         self._use_drafter()
         return knobs
 
@@ -193,6 +195,7 @@ class EngineCore:
             num_grammar_compiling=len(self.grammars),
             waits=dict(self.device.waits),
             knobs=self.knobs.as_dict(),
+            knobs_since=self._knobs_since,
             num_drafted=list(scheduler.stats.num_drafted),
             num_accepted=list(scheduler.stats.num_accepted),
             requests={r.req_id: (r.num_computed, r.num_known) for r in scheduler.running},
@@ -220,7 +223,7 @@ class EngineCore:
             self.executor.catch_up(knobs.spec_method, {r.req_id: r.num_computed for r in behind})
             for request in behind:
                 request.filled = filling
-        # the last draft of a step needs no place, unless a draft model reads the sampled token before it
+        # a draft model reads the sampled token too, even if it drafts nothing: what has no block may hold NaN
         lookahead = max(knobs.num_spec_tokens, extra) if filling else 0
         self.scheduler.use_drafter(filling, lookahead=lookahead, reads_ahead=not extra)
 
@@ -256,7 +259,7 @@ class EngineCore:
 
     def _grammar_mask(self, scheduled: SchedulerOutput) -> GrammarMask | None:
         """Return what the requests of the step just scheduled that follow a grammar may yield, if there are any."""
-        rows = self.scheduler.grammar_rows()
+        rows = self.scheduler.grammar_rows() if scheduled.has_grammar else []
         if not rows:
             return None
         # a mask follows from every token before it; one in flight is this step's own

@@ -109,6 +109,10 @@ class EngineOutput:
 
     req_id: str
     new_token_ids: list[int]
+    # the step that brought it; None = no step did (aborted, or refused by its grammar)
+    step: int | None = None
+    # drafts that the step verified; of its new tokens all but the last were drafts
+    num_drafted: int = 0
     finish_reason: FinishReason | None = None
     # the stop token id that ended the sequence, or an error text
     stop_reason: int | str | None = None
@@ -136,6 +140,8 @@ class EngineSnapshot:
     # host waits by reason since start
     waits: dict[str, int]
     knobs: dict[str, Any]
+    # the first step that `knobs` were in force for
+    knobs_since: int = 0
     # by draft position since start: drafts that the target saw, and those that it accepted
     num_drafted: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)

@@ -16,55 +16,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from mrv2.engine.adaptive_drafts import AdaptiveDrafts
+from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord, settle_token
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
-from mrv2.engine.messages import DraftCounts, EngineOutput, FinishReason
+from mrv2.engine.messages import EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
+from mrv2.engine.scheduler_stats import SchedulerStats
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
-
-
-@dataclass(slots=True)
-class ScheduledEntry:
-    """One request's share of a step, kept until its output arrives."""
-
-    request: Request
-    epoch: int
-    num_tokens: int
-    yields_token: bool
-    num_drafts: int = 0
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """A launched step, with what its output will settle."""
-
-    step: int
-    entries: list[ScheduledEntry]
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the engine was loaded."""
-
-    num_preemptions: int = 0
-    num_discarded_tokens: int = 0
-    drafts: DraftCounts = field(default_factory=DraftCounts)
-    num_stale_delivered: int = 0
-    # steps launched for a request after the one that ended it, by finish reason
-    num_wasted_steps: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def num_drafted(self) -> list[int]:
-        return self.drafts.num_drafted
-
-    @property
-    def num_accepted(self) -> list[int]:
-        return self.drafts.num_accepted
 
 
 class Scheduler:
@@ -100,6 +62,8 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.step = 0
         self._freed: list[str] = []
+        # the newest step's batch, while it only decodes
+        self._decodes: DecodeBatch | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -123,6 +87,47 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Launchable work for one step, or None if nothing can run now."""
+        return self._schedule_decodes() or self._schedule_all()
+
+    def _schedule_decodes(self) -> SchedulerOutput | None:
+        """Schedule the batch of the last step once more; None = every request has to be looked at."""
+        batch = self._decodes
+        if batch is None or not batch.may_go_on or not self._only_decodes:
+            return None
+        full = batch.full_after(batch.num_launched - 1)
+        if len(full) * self.kv.num_groups > self.kv.pool.num_free:
+            return None
+        new_block_ids = {}
+        for request in full:
+            if request.num_computed == request.capacity:
+                new_block_ids[request.message.req_id] = self.kv.grow(request, request.num_computed + 1)
+        scheduled = SchedulerOutput(
+            step=self.step,
+            freed_req_ids=sorted(self._freed),
+            new_requests=[],
+            req_ids=batch.req_ids,
+            num_scheduled_tokens=batch.ones,
+            num_computed_tokens=batch.launch(),
+            yields_token=batch.yields,
+            num_draft_tokens=batch.zeros,
+            new_block_ids=new_block_ids,
+            fresh_block_ids=self.kv.take_fresh(),
+            total_tokens=len(batch.requests),
+        )
+        self._freed.clear()
+        self.in_flight.append(StepRecord(self.step, batch.entries, batch, batch.num_launched - 1))
+        self.step += 1
+        return scheduled
+
+    @property
+    def _only_decodes(self) -> bool:
+        """Say whether the next step can be one more of the same: nobody reads ahead, and nobody may be admitted."""
+        return not (self.num_spec_tokens or self.kv.lookahead) and not (
+            self.waiting and len(self.running) < self.max_num_seqs
+        )
+
+    def _schedule_all(self) -> SchedulerOutput | None:
+        """Look at every running request, then at those that wait."""
         entries: list[ScheduledEntry] = []
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
@@ -196,33 +201,68 @@ class Scheduler:
         """Settle the oldest step in flight with its output; return what to tell the front end."""
         record = self.in_flight.popleft()
         assert record.step == output.step, f"output of step {output.step} arrived for step {record.step}"
+        if record.batch is not None and record.batch.intact:
+            return self._settle_decodes(record.batch, record.index, output)
         sampled, num_sampled = output.sampled_token_ids.tolist(), output.num_sampled.tolist()
         results: list[EngineOutput] = []
-        block_size = self.kv.block_size
         # of the request among the logits rows of the step
         logits_row = 0
         for row, entry in enumerate(record.entries):
-            request, yields_token = entry.request, entry.yields_token
             first_row, logits_row = logits_row, logits_row + 1 + entry.num_drafts
-            if request.status is RequestStatus.FINISHED:
-                self._count_waste(request, num_sampled[row])
-                continue
-            current = entry.epoch == request.epoch
-            if current:
-                request.num_confirmed += entry.num_tokens
-                request.num_in_flight -= yields_token
-            elif yields_token:
-                request.num_stale -= 1
-                self.stats.num_stale_delivered += num_sampled[row]
-            if entry.num_drafts:
-                self._settle_drafts(request, entry, num_sampled[row], current)
-            if row in output.prompt_logprobs and request.prompt_logprobs is not None:
-                request.prompt_logprobs.add(output.prompt_logprobs[row])
-            if yields_token:
-                results.append(self._deliver(request, sampled[row][: num_sampled[row]], output, row, first_row))
-            if current and request.num_confirmed >= (request.num_published_blocks + 1) * block_size:
+            result = self._settle(entry, sampled[row][: num_sampled[row]], output, row, first_row)
+            if result is not None:
+                results.append(result)
+        return results
+
+    def _settle_decodes(self, batch: DecodeBatch, index: int, output: StepOutput) -> list[EngineOutput]:
+        """Settle step `index` of a batch whose members are all as it left them: only ends need a closer look."""
+        sampled = output.sampled_token_ids[:, 0]
+        tokens, watched = sampled.tolist(), batch.rows_to_watch(index, sampled)
+        if not watched:
+            results = [
+                settle_token(request, token, output.step) for request, token in zip(batch.requests, tokens, strict=True)
+            ]
+        else:
+            results = []
+            for row, (entry, token) in enumerate(zip(batch.entries, tokens, strict=True)):
+                ends = row in watched
+                result = (
+                    self._settle(entry, [token], output, row, row)
+                    if ends
+                    else settle_token(entry.request, token, output.step)
+                )
+                assert result is not None, "a decode yields a token"
+                results.append(result)
+        if self.kv.enable_prefix_caching:
+            for request in batch.full_after(index):
                 self.kv.publish(request)
         return results
+
+    def _settle(
+        self, entry: ScheduledEntry, tokens: list[int], output: StepOutput, row: int, first_row: int
+    ) -> EngineOutput | None:
+        """Settle one request's share of a step; `first_row` is its first logits row."""
+        request, yields_token = entry.request, entry.yields_token
+        if request.status is RequestStatus.FINISHED:
+            self._count_waste(request, len(tokens))
+            return None
+        current = entry.epoch == request.epoch
+        if current:
+            request.num_confirmed += entry.num_tokens
+            request.num_in_flight -= yields_token
+        elif yields_token:
+            request.num_stale -= 1
+            self.stats.num_stale_delivered += len(tokens)
+        if entry.num_drafts:
+            self._settle_drafts(request, entry, len(tokens), current)
+        if row in output.prompt_logprobs and request.prompt_logprobs is not None:
+            request.prompt_logprobs.add(output.prompt_logprobs[row])
+        result = None
+        if yields_token:
+            result = self._deliver(request, tokens, output, row, first_row, entry.num_drafts)
+        if current and request.num_confirmed >= (request.num_published_blocks + 1) * self.kv.block_size:
+            self.kv.publish(request)
+        return result
 
     def forget_rows(self) -> None:
         """The runner was exchanged: every running request needs a row again; blocks and progress stay."""
@@ -231,11 +271,13 @@ class Scheduler:
             request.has_row = False
             request.num_proposed = 0
         self._freed.clear()
+        self._decodes = None
 
     def use_drafter(self, filling: int, *, lookahead: int, reads_ahead: bool) -> None:
         """Another drafter, or none, fills its cache from now on: requests that it has not followed start over."""
         assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the drafter"
         self.kv.fill(filling, lookahead=lookahead, reads_ahead=reads_ahead)
+        self._decodes = None
         for request in list(self.running):
             if filling & ~request.filled:
                 self._preempt(request)
@@ -358,7 +400,12 @@ class Scheduler:
             has_grammar=self._has_grammar,
         )
         self._freed.clear()
-        self.in_flight.append(StepRecord(self.step, entries))
+        record = StepRecord(self.step, entries)
+        self._decodes = None
+        if self._only_decodes and DecodeBatch.fits(entries):
+            batch = DecodeBatch(entries, scheduled.req_ids, scheduled.num_computed_tokens, self.kv.block_size)
+            self._decodes = record.batch = batch
+        self.in_flight.append(record)
         self.step += 1
         return scheduled
 
@@ -376,10 +423,10 @@ class Scheduler:
             request.num_confirmed -= rejected
 
     def _deliver(
-        self, request: Request, tokens: list[int], output: StepOutput, row: int, first_row: int
+        self, request: Request, tokens: list[int], output: StepOutput, row: int, first_row: int, num_drafts: int
     ) -> EngineOutput:
         """Append a step's tokens up to the one that ends the request, and report them."""
-        result = EngineOutput(req_id=request.req_id, new_token_ids=[])
+        result = EngineOutput(req_id=request.req_id, new_token_ids=[], step=output.step, num_drafted=num_drafts)
         if request.num_outputs == 0:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
             if request.prompt_logprobs is not None:
@@ -387,7 +434,7 @@ class Scheduler:
         if row in output.errors and -1 in tokens:
             request.dead_end = output.errors[row]
         for place, token in enumerate(tokens):
-            result.finish_reason, result.stop_reason = self._take_token(request, token)
+            result.finish_reason, result.stop_reason = request.take(token)
             if result.finish_reason == "error":
                 break
             result.new_token_ids.append(token)
@@ -402,20 +449,6 @@ class Scheduler:
             self._finish(request, result.finish_reason)
         return result
 
-    @staticmethod
-    def _take_token(request: Request, token: int) -> tuple[FinishReason | None, int | str | None]:
-        """Append one token to a request; return whether and why that ends it."""
-        if token >= 0 and request.grammar is not None and not request.grammar.accept(token):
-            request.dead_end = f"the sampled token {token} does not continue the grammar"
-            token = -1
-        if token < 0:
-            return "error", request.dead_end or "the logits of this request held NaN, or every token was masked"
-        request.append(token)
-        # a grammar's end token may be none of the stop ids (`ignore_eos`): nothing can follow it all the same
-        if token in request.stop_ids or (request.grammar is not None and request.grammar.terminated):
-            return "stop", token
-        return ("length", None) if request.num_known >= request.max_len else (None, None)
-
     def _count_waste(self, request: Request, num_tokens: int) -> None:
         """A step of a request that has ended meanwhile: its output is dropped."""
         request.num_wasted_steps += 1
@@ -423,7 +456,15 @@ class Scheduler:
         self.stats.num_wasted_steps[reason] = self.stats.num_wasted_steps.get(reason, 0) + 1
         self.stats.num_discarded_tokens += num_tokens
 
+    def _leave_batch(self, request: Request) -> None:
+        """A request ends or is preempted: the batches that count on it are looked at one by one from now on."""
+        batches = [self._decodes, *(record.batch for record in self.in_flight)]
+        for batch in batches:
+            if batch is not None and request in batch.members:
+                batch.intact = False
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._leave_batch(request)
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         self._remove(queue, request)
         self._give_up_row(request)
@@ -431,6 +472,7 @@ class Scheduler:
         del self.requests[request.req_id]
 
     def _preempt(self, request: Request) -> None:
+        self._leave_batch(request)
         self._remove(self.running, request)
         self._give_up_row(request)
         request.reset_progress()

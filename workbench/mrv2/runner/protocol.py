@@ -86,7 +86,8 @@ class SchedulerOutput:
     # finished, aborted or preempted since the last step, sorted; freed before `new_requests` are added
     freed_req_ids: list[str]
     new_requests: list[NewRequest]
-    # B ids, in scheduling order; a new request is scheduled in the step that adds it
+    # B ids, in scheduling order; a new request is scheduled in the step that adds it.  The very list of the
+    # step before, unchanged: the same requests decode once more
     req_ids: list[str]
     # [B] int32, each >= 1
     num_scheduled_tokens: np.ndarray

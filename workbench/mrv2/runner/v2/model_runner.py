@@ -108,21 +108,22 @@ class ModelRunnerV2:
         self.step_graphs = StepGraphs(r, self.state, self.sampler, self.upload, self.output_slots, self.token_index)
         self.graph_sets: Sequence[GraphSet] = (self.step_graphs, self.drafting.graphs)
         self.stats = RunnerStats()
+        # the batch of the last step, and the same as rows [B] int32
+        self._req_ids: list[str] | None = None
+        self._rows = np.zeros(0, dtype=np.int32)
         self._pending: ExecuteModelState | ReplayedStep | None = None
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Update rows, prepare the batch on the device, and submit the forward pass."""
         assert self._pending is None, "execute_model was called twice without sample_tokens"
         rows, knobs = self._update_rows(scheduled), self.resources.knobs
+        self.stats.num_steps += 1
+        if self.step_graphs.replays_again(rows):
+            return self._replay(scheduled, rows)
         has_prefill = bool((scheduled.num_computed_tokens < self.state.prefill_len_np[rows]).any())
         plan = self.sampler.plan(scheduled, rows, knobs.sampler)
-        self.stats.num_steps += 1
-        graph = self.step_graphs.find(scheduled, plan, has_prefill)
-        if graph is not None:
-            self._pending = self.step_graphs.replay(graph, scheduled, rows, self.main)
-            self.stats.num_graph_replays += 1
-            self.stats.num_step_replays += 1
-            return
+        if self.step_graphs.find(scheduled, rows, plan, has_prefill):
+            return self._replay(scheduled, rows)
         num_reqs, num_tokens = scheduled.num_reqs, scheduled.total_tokens
         max_query_len = int(scheduled.num_scheduled_tokens.max())
         query_len = max_query_len if num_tokens == num_reqs * max_query_len else 0
@@ -213,9 +214,10 @@ class ModelRunnerV2:
     def reset(self) -> None:
         """Forget every request."""
         self.state.reset()
+        self._req_ids = None
 
     def _update_rows(self, scheduled: SchedulerOutput) -> np.ndarray:
-        """Apply the scheduler's changes to the rows; return the batch as rows. [B] int32"""
+        """Apply the scheduler's changes to the rows; return the batch as rows, one array while it lasts. [B]"""
         state = self.state
         for row in state.free(scheduled.freed_req_ids):
             self.model_state.remove_request(row)
@@ -223,10 +225,18 @@ class ModelRunnerV2:
         for request in scheduled.new_requests:
             row = state.add(request, self.sampler)
             self.model_state.add_request(row, request.token_ids, request.num_computed_tokens)
-        for req_id, block_ids in scheduled.new_block_ids.items():
-            state.append_blocks(req_id, block_ids)
-        row_of = state.row_of
-        return np.array([row_of[req_id] for req_id in scheduled.req_ids], dtype=np.int32)
+        if scheduled.new_block_ids:
+            state.append_blocks(scheduled.new_block_ids)
+        if scheduled.req_ids is not self._req_ids or scheduled.new_requests:
+            row_of = state.row_of
+            self._req_ids = scheduled.req_ids if scheduled.total_tokens == scheduled.num_reqs else None
+            self._rows = np.array([row_of[req_id] for req_id in scheduled.req_ids], dtype=np.int32)
+        return self._rows
+
+    def _replay(self, scheduled: SchedulerOutput, rows: np.ndarray) -> None:
+        self._pending = self.step_graphs.replay(scheduled, rows, self.main)
+        self.stats.num_graph_replays += 1
+        self.stats.num_step_replays += 1
 
     def _submit_preparation(
         self,
