@@ -67,6 +67,10 @@ class Case:
     axes: dict[str, Any]
     requests: tuple[Request, ...]
 
+    @property
+    def drafts_on_v1(self) -> bool:
+        return self.axes["runner"] == "v1" and self.axes["drafter"] != "none"
+
     def knobs(self) -> Knobs:
         mode = self.axes["mode"]
         return Knobs(
@@ -77,9 +81,16 @@ class Case:
             spec_method={"none": "off", "knowing": "ngram"}.get(self.axes["drafter"], self.axes["drafter"]),
             draft_sampling=("greedy", "sampled")[self.seed // 3 % 2],
             num_spec_tokens=self.axes["num_drafts"],
-            verification=self.axes["verification"],
+            verification="token_exact" if self.drafts_on_v1 else self.axes["verification"],
             cuda_graphs=self.axes["cuda_graphs"],
         )
+
+
+def draw_drafter(seed: int, runner: str, mode: str) -> str:
+    if runner == "v1":
+        # v1 looks drafts up on the host, step by step
+        return ("none", "ngram")[seed % 2] if mode == "sync" else "none"
+    return DRAFTERS[(seed + seed // 7) % len(DRAFTERS)]
 
 
 def draw_case(seed: int) -> Case:
@@ -103,7 +114,7 @@ def draw_case(seed: int) -> Case:
         "switches": pick((False, True)),
         "shared_prefixes": pick((False, True)),
         "output_copy": pick(("side_stream", "main_stream")),
-        "drafter": DRAFTERS[(seed + seed // 7) % len(DRAFTERS)] if runner == "v2" else "none",
+        "drafter": draw_drafter(seed, runner, mode),
         "num_drafts": NUM_DRAFTS[(seed + seed // 11) % len(NUM_DRAFTS)],
         # verification by probabilities keeps the tokens of greedy requests
         "verification": pick(("token_exact", "standard", "block")),
@@ -174,6 +185,12 @@ def pick_verification(rng: np.random.Generator, axes: dict[str, Any]) -> str:
 
 
 def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, Any]:
+    if axes["drafter"] != "none" and axes["runner"] == "v1":
+        return {
+            "runner": ("v1", "v2")[int(rng.integers(2))],
+            "spec_method": ("off", "ngram")[int(rng.integers(2))],
+            "num_spec_tokens": int(rng.integers(0, MAX_DRAFTS + 1)),
+        }
     if axes["drafter"] != "none":
         methods = ("off", "ngram", *(m for m in SPECULATORS if m == axes["drafter"]))
         return {

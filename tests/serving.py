@@ -51,6 +51,12 @@ class Served:
         self.outputs.append(output)
 
 
+def logprobs_of(served: Served) -> list[tuple[list[int], int, list[float]]]:
+    """Return ids, rank and log-probabilities of every generated position."""
+    rows = [row for output in served.outputs for row in output.logprobs or []]
+    return [(row.token_ids, row.sampled_rank, row.logprobs) for row in rows]
+
+
 class Collector:
     """Steps an engine and sorts its outputs by request."""
 

@@ -12,7 +12,7 @@ from mrv2.instrument import sync_guard
 from mrv2.options import build_config
 from mrv2.sampling_params import SamplingParams
 from schedule_cases import KnowingSpeculator, draw_case, run_case
-from serving import Collector, Served, alone, make_core, random_prompt, serve
+from serving import Collector, alone, logprobs_of, make_core, random_prompt, serve
 
 K = 3
 SPEC = {"spec_method": "ngram", "num_spec_tokens": K}
@@ -160,11 +160,6 @@ FEATURES = [
 ]
 
 
-def logprobs_of(served: Served) -> list[tuple[list[int], int, list[float]]]:
-    rows = [row for output in served.outputs for row in output.logprobs or []]
-    return [(row.token_ids, row.sampled_rank, row.logprobs) for row in rows]
-
-
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("features", FEATURES, ids=lambda f: next(iter(f)))
 def test_sampling_features_beside_drafts(features: dict, depth: int) -> None:
@@ -232,12 +227,6 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="max_num_spec_tokens=2"):
             core.set_knobs(spec_method="ngram", num_spec_tokens=3)
         assert core.knobs.spec_method == "off"
-        core.shutdown()
-
-    def test_v1_does_not_speculate(self) -> None:
-        core = make_core(max_num_spec_tokens=3, knobs=Knobs(**SPEC))
-        with pytest.raises(ConfigError, match="v1"):
-            core.set_knobs(runner="v1")
         core.shutdown()
 
     def test_asking_for_drafts_at_load_keeps_memory_for_them(self) -> None:

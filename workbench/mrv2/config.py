@@ -131,16 +131,29 @@ class Knobs:
             )
 
         if self.runner == "v1" and self.spec_method != "off":
-            raise ConfigError(
-                f"runner='v1' does not speculate: spec_method={self.spec_method!r} needs runner='v2', "
-                "or set spec_method='off'"
-            )
+            self._check_v1_speculation()
 
         if self.runner == "v1" and self.sampler not in SAME_TOKEN_SAMPLERS:
             raise ConfigError(
                 f"runner='v1' cannot draw the tokens of sampler={self.sampler!r}: set sampler='softmax_race', which is "
                 "what it does, or one that draws the same tokens, or runner='v2'"
             )
+
+    def _check_v1_speculation(self) -> None:
+        """V1 looks drafts up and verifies them on the host, in lists of tokens."""
+        given = (("spec_method", "ngram"), ("async_scheduling", False), ("verification", "token_exact"))
+        why = {
+            "spec_method": "the other drafters work on the device, behind post_update, which v1 does not have",
+            "async_scheduling": "the drafts of a step are looked up in the tokens of the one before, which the host "
+            "must have",
+            "verification": "the tokens that come back are compared with the drafts, no probabilities",
+        }
+        for name, needed in given:
+            if getattr(self, name) != needed:
+                raise ConfigError(
+                    f"runner='v1' drafts only with {name}={needed!r}, not {getattr(self, name)!r}: {why[name]}; set "
+                    f"{name}={needed!r}, runner='v2' or spec_method='off'"
+                )
 
     @property
     def drafting(self) -> bool:

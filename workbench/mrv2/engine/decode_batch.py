@@ -99,7 +99,7 @@ class DecodeBatch:
             and not entry.num_drafts
             # the first token of a request brings more than itself
             and entry.request.num_outputs + entry.request.num_in_flight > 1
-            and entry.request.is_plain
+            and not entry.request.wants_logprobs
             and entry.request.grammar is None
             for entry in entries
         )

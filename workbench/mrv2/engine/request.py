@@ -86,8 +86,8 @@ class Request:
     num_known: int = field(init=False)
     # known tokens at which the request ends by length
     max_len: int = field(init=False)
-    # nothing but its tokens comes back of a step: no log-probabilities, no grammar, no logits processor
-    is_plain: bool = field(init=False)
+    # its tokens, or its prompt, come with log-probabilities
+    wants_logprobs: bool = field(init=False)
     # None = no log-probabilities of the prompt are wanted
     prompt_logprobs: PromptCollector | None = field(init=False, default=None)
 
@@ -98,9 +98,7 @@ class Request:
             self.prompt_logprobs = PromptCollector(self.prompt_len)
         self.max_len = min(self.prompt_len + self.max_tokens, self.max_model_len)
         s = self.sampling
-        wants_logprobs = s.num_logprobs >= 0 or s.logprob_token_ids or s.num_prompt_logprobs >= 0
-        has_grammar = self.message.params.structured_outputs is not None
-        self.is_plain = not (wants_logprobs or has_grammar or s.extra_args)
+        self.wants_logprobs = s.num_logprobs >= 0 or s.num_prompt_logprobs >= 0 or bool(s.logprob_token_ids)
 
     @property
     def req_id(self) -> str:
@@ -142,19 +140,6 @@ class Request:
     def known_tokens(self) -> np.ndarray:
         """Return the known tokens. [num_known] int32"""
         return np.array(self.token_ids, dtype=np.int32)
-
-    def take(self, token: int) -> tuple[FinishReason | None, int | str | None]:
-        """Append one token of the device; return whether and why that ends the request."""
-        if token >= 0 and self.grammar is not None and not self.grammar.accept(token):
-            self.dead_end = f"the sampled token {token} does not continue the grammar"
-            token = -1
-        if token < 0:
-            return "error", self.dead_end or "the logits of this request held NaN, or every token was masked"
-        self.append(token)
-        # a grammar's end token may be none of the stop ids (`ignore_eos`): nothing can follow it all the same
-        if token in self.stop_ids or (self.grammar is not None and self.grammar.terminated):
-            return "stop", token
-        return ("length", None) if self.num_known >= self.max_len else (None, None)
 
     def reset_progress(self) -> None:
         """Preemption: forget what was computed; steps in flight become stale."""

@@ -25,6 +25,7 @@ from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
 from mrv2.engine.messages import EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
+from mrv2.engine.scheduler_check import check_books
 from mrv2.engine.scheduler_stats import SchedulerStats
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
 
@@ -121,10 +122,9 @@ class Scheduler:
 
     @property
     def _only_decodes(self) -> bool:
-        """Say whether the next step can be one more of the same: nobody reads ahead, and nobody may be admitted."""
-        return not (self.num_spec_tokens or self.kv.lookahead) and not (
-            self.waiting and len(self.running) < self.max_num_seqs
-        )
+        """Say whether the next step can be one more of the same: nobody drafts, and nobody may be admitted."""
+        idle = not self.num_spec_tokens and not self.kv.lookahead
+        return idle and not (self.waiting and len(self.running) < self.max_num_seqs)
 
     def _schedule_all(self) -> SchedulerOutput | None:
         """Look at every running request, then at those that wait."""
@@ -206,10 +206,10 @@ class Scheduler:
         sampled, num_sampled = output.sampled_token_ids.tolist(), output.num_sampled.tolist()
         results: list[EngineOutput] = []
         # of the request among the logits rows of the step
-        logits_row = 0
+        first_row = 0
         for row, entry in enumerate(record.entries):
-            first_row, logits_row = logits_row, logits_row + 1 + entry.num_drafts
             result = self._settle(entry, sampled[row][: num_sampled[row]], output, row, first_row)
+            first_row += 1 + entry.num_drafts
             if result is not None:
                 results.append(result)
         return results
@@ -241,7 +241,7 @@ class Scheduler:
     def _settle(
         self, entry: ScheduledEntry, tokens: list[int], output: StepOutput, row: int, first_row: int
     ) -> EngineOutput | None:
-        """Settle one request's share of a step; `first_row` is its first logits row."""
+        """Settle one request's share of a step."""
         request, yields_token = entry.request, entry.yields_token
         if request.status is RequestStatus.FINISHED:
             self._count_waste(request, len(tokens))
@@ -257,9 +257,7 @@ class Scheduler:
             self._settle_drafts(request, entry, len(tokens), current)
         if row in output.prompt_logprobs and request.prompt_logprobs is not None:
             request.prompt_logprobs.add(output.prompt_logprobs[row])
-        result = None
-        if yields_token:
-            result = self._deliver(request, tokens, output, row, first_row, entry.num_drafts)
+        result = self._deliver(request, tokens, output, row, first_row, entry.num_drafts) if yields_token else None
         if current and request.num_confirmed >= (request.num_published_blocks + 1) * self.kv.block_size:
             self.kv.publish(request)
         return result
@@ -291,29 +289,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the equations that hold between two calls."""
-        assert len(self.running) <= self.max_num_seqs, "more running requests than rows"
-        self.kv.check(self.running)
-        flying: dict[int, list[ScheduledEntry]] = {}
-        for record in self.in_flight:
-            for entry in record.entries:
-                flying.setdefault(id(entry.request), []).append(entry)
-        for r in self.requests.values():
-            mine = flying.get(id(r), [])
-            current = [e for e in mine if e.epoch == r.epoch]
-            stale = [e for e in mine if e.epoch != r.epoch]
-            assert r.num_in_flight == sum(e.yields_token for e in current), f"{r.req_id}: steps in flight"
-            assert r.num_drafts_in_flight == sum(e.num_drafts for e in current), f"{r.req_id}: drafts in flight"
-            assert r.num_stale == sum(e.yields_token for e in stale), f"{r.req_id}: stale steps"
-            assert r.num_computed - r.num_confirmed == sum(e.num_tokens for e in current), (
-                f"{r.req_id}: computed {r.num_computed} - confirmed {r.num_confirmed} != tokens in flight"
-            )
-            assert 0 <= r.num_confirmed <= r.num_computed <= r.num_ahead, f"{r.req_id}: progress out of order"
-            assert r.num_outputs + r.num_in_flight + r.num_stale <= r.max_tokens, f"{r.req_id}: too many tokens"
-            waiting = r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            assert waiting == (r in self.waiting), f"{r.req_id}: {r.status} but in the wrong queue"
-            assert (r.status is RequestStatus.RUNNING) == (r in self.running), f"{r.req_id}: {r.status}, wrong queue"
-            assert not (waiting and any(r.block_ids)), f"{r.req_id}: waits but holds blocks"
-            assert not (waiting and r.has_row and r.req_id not in self._freed), f"{r.req_id}: waits but keeps a row"
+        check_books(self)
 
     def _num_drafts(self, request: Request, budget: int) -> int:
         """Return the drafts that a decoding request gets in this step."""
@@ -423,7 +399,13 @@ class Scheduler:
             request.num_confirmed -= rejected
 
     def _deliver(
-        self, request: Request, tokens: list[int], output: StepOutput, row: int, first_row: int, num_drafts: int
+        self,
+        request: Request,
+        tokens: list[int],
+        output: StepOutput,
+        row: int,
+        first_row: int,
+        num_drafts: int,
     ) -> EngineOutput:
         """Append a step's tokens up to the one that ends the request, and report them."""
         result = EngineOutput(req_id=request.req_id, new_token_ids=[], step=output.step, num_drafted=num_drafts)
@@ -434,7 +416,7 @@ class Scheduler:
         if row in output.errors and -1 in tokens:
             request.dead_end = output.errors[row]
         for place, token in enumerate(tokens):
-            result.finish_reason, result.stop_reason = request.take(token)
+            result.finish_reason, result.stop_reason = self._take_token(request, token)
             if result.finish_reason == "error":
                 break
             result.new_token_ids.append(token)
@@ -448,6 +430,20 @@ class Scheduler:
             result.drafts = request.drafts if request.drafts.num_drafted else None
             self._finish(request, result.finish_reason)
         return result
+
+    @staticmethod
+    def _take_token(request: Request, token: int) -> tuple[FinishReason | None, int | str | None]:
+        """Append one token to a request; return whether and why that ends it."""
+        if token >= 0 and request.grammar is not None and not request.grammar.accept(token):
+            request.dead_end = f"the sampled token {token} does not continue the grammar"
+            token = -1
+        if token < 0:
+            return "error", request.dead_end or "the logits of this request held NaN, or every token was masked"
+        request.append(token)
+        # a grammar's end token may be none of the stop ids (`ignore_eos`): nothing can follow it all the same
+        if token in request.stop_ids or (request.grammar is not None and request.grammar.terminated):
+            return "stop", token
+        return ("length", None) if request.num_known >= request.max_len else (None, None)
 
     def _count_waste(self, request: Request, num_tokens: int) -> None:
         """A step of a request that has ended meanwhile: its output is dropped."""

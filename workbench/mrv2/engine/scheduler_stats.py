@@ -1,4 +1,4 @@
-"""What the scheduler counts for the panel and for tests."""
+"""What a scheduler counts for the panel."""
 
 from __future__ import annotations
 
