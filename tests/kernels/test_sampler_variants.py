@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from kernels.test_gumbel_stats import chi_square_z
 from mrv2.config import legal_values
 from mrv2.runner.v2.variants import DrawPlan, draw
-from mrv2_kernels.sampling import gumbel_blocked, gumbel_fused, gumbel_truncated, gumbel_wide
+from mrv2_kernels.sampling import gumbel_blocked, gumbel_fused, gumbel_truncated, gumbel_wide, noise
 from mrv2_kernels.sampling.gumbel_blocked import gumbel_blocked_sample
-from mrv2_kernels.sampling.gumbel_fused import gumbel_fused_sample
+from mrv2_kernels.sampling.gumbel_fused import gumbel_fused_sample, gumbel_fused_sample_triton
 from mrv2_kernels.sampling.launches import (
     BLOCKED,
     FUSED,
@@ -158,6 +160,24 @@ def test_only_rows_with_many_candidates_are_left_over(monkeypatch):
     kernel, reference = both_twins(gumbel_fused_sample, logits, [2, 3, 4, 5, 3], TRUNCATION)
     assert kernel[:4] == reference[:4]
     assert kernel[4] == -2
+
+
+def test_rivals_within_the_looseness_of_a_bound_are_scored(monkeypatch):
+    """Rows in which the token of the best bound is not that of the best score."""
+    monkeypatch.setattr(gumbel_fused, "FUSED", ((1, FusedLaunch(block=256, step=64)),))
+    positions, vocab = torch.arange(2000, dtype=torch.int32), 256
+    logits = 2 * torch.randn(2000, vocab, generator=torch.Generator().manual_seed(0))
+    seeds = SEEDS[1].expand(2000)
+    bits = noise._hash_torch(seeds, positions, torch.arange(vocab, dtype=torch.int32), 0).to(torch.int64) & 0xFFFFFFFF
+    bound = logits * (2**23 / math.log(2)) - bits.to(torch.float32).view(torch.int32).to(torch.float32)
+    best = (logits + noise.gumbel_noise_torch(seeds, positions, vocab)).argmax(dim=1)
+    hard = (bound.argmax(dim=1) != best).nonzero().squeeze(1)[:8]
+    assert len(hard) == 8
+    sampled, workspace = torch.full((8,), -9), DrawWorkspace.make(8, "cpu")
+    slots = torch.ones(8, dtype=torch.int32)
+    where = (logits[hard], sampled, slots, positions[hard], TEMPERATURE, SEEDS)
+    gumbel_fused_sample_triton(*where, workspace=workspace)
+    assert sampled.tolist() == best[hard].tolist()
 
 
 @pytest.mark.parametrize("table", [FUSED, BLOCKED, TRUNCATED])

@@ -1,9 +1,9 @@
 """Draw from rows with min-p, top-k or top-p without masking the vocabulary: each logit is read once.
 
-A program reads one chunk of a row and keeps the maximum of each group of tokens.  The program that arrives
-last at a row, or one of a second launch (`launches` decides by the batch), bounds the smallest kept logit from below by these maxima (by the k-th largest one, or by
-``max + T log(min_p)``), reads again only the groups that reach the bound, a few tens of them, ranks the logits
-found there each against each, and draws from what is kept.
+A program reads one chunk of a row and keeps the maximum of each group of tokens.  The program that arrives last at
+a row, or one of a second launch (`launches` decides by the batch), bounds the smallest kept logit from below by these
+maxima (by the k-th largest one, or by ``max + T log(min_p)``), reads again only the groups that reach the bound, a
+few tens of them, ranks the logits found there each against each, and draws from what is kept.
 
 A row whose kept tokens may not fit, such as a nucleus of thousands, is left to a second launch (`gumbel_wide`).
 Both draw what `Truncation.apply` and `gumbel_sample` draw.
