@@ -17,7 +17,7 @@ from mrv2.bench.roofline import CostCard, ModelCost
 from mrv2.bench.workloads import Workload
 from mrv2.engine.core import EngineCore
 from mrv2.errors import ConfigError
-from mrv2_kernels.attention.plan import decode_plan
+from mrv2_kernels.attention.plan import decode_choice
 
 # increase when a field changes its meaning
 SCHEMA = 1
@@ -108,11 +108,11 @@ def kernel_choices(core: EngineCore) -> dict[str, dict[str, Any]]:
     if not core.executor.buckets.decode:
         return {}
     config, dtype = core.model_config, core.executor.model.dtype
-    plans = {
-        str(size): asdict(decode_plan(size, config.num_key_value_heads, config.head_dim, dtype))
+    choices = {
+        str(size): asdict(decode_choice(size, config.num_key_value_heads, config.head_dim, dtype))
         for size in core.executor.buckets.decode
     }
-    return {"decode_attention_plans": plans}
+    return {"decode_attention_plans": choices}
 
 
 def headline(record: dict[str, Any]) -> dict[str, Any]:
