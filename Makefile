@@ -20,9 +20,8 @@ help: ## list the targets
 demo: $(VENV)/.core ## serve a small model with both runners, sync and async, and compare
 	$(BIN)/mrv2 compare --model $(DEMO_MODEL)
 
-lab: $(if $(wildcard notebooks),$(VENV)/.notebook) ## open the notebooks in JupyterLab
-	@test -d notebooks || { echo "there is no folder notebooks/ in this checkout yet: nothing to open" >&2; exit 1; }
-	$(BIN)/jupyter lab $(LAB_ARGS) notebooks
+lab: $(VENV)/.notebook ## open JupyterLab on the quickstart
+	$(BIN)/mrv2 lab $(LAB_ARGS)
 
 # the group that needs the cores to itself may be empty, which pytest reports as exit status 5
 test: lint browser oracle ## every check, then every test that needs no GPU

@@ -65,10 +65,13 @@ def test_three_hundred_steps_wait_for_outputs_only(depth: int) -> None:
         params = SamplingParams(seed=index, max_tokens=33, ignore_eos=True, **MIX[index % len(MIX)])
         collector.submit(f"r{index}", random_prompt(index % 7, 5 + index % 30), params)
 
-    for index in range(5):
+    # every bucket and kind of draw replays once, and the eager steps find their memory
+    for index in range(30):
         feed(index)
+        if index % 3 == 0:
+            collector.step()
     collector.run()
-    first, index, replays = core.scheduler.step, 5, core.executor.runner.stats.num_step_replays
+    first, index, replays = core.scheduler.step, 30, core.executor.runner.stats.num_step_replays
     with sync_guard(core.device, mode="error") as guard:
         while core.scheduler.step - first < 300:
             if len(core.scheduler.running) < 4 and core.scheduler.step % 9 == 0:

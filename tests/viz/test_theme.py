@@ -71,7 +71,7 @@ def test_short_names_keep_what_tells_kernels_apart(name: str, short: str) -> Non
         ("cudaMemcpyAsync", "copy"), ("cudaGraphLaunch", "forward"), ("update_from_output", "schedule"),
         ("cudaEventRecord", "other"), ("gpu_model_runner: preprocess", "prepare"),
         ("schedule: allocate_slots", "schedule"), ("llm_engine step: get_output", "schedule"),
-        ("wait: v1: prepare_inputs barrier", "wait"),
+        ("wait: v1: prepare_inputs barrier", "wait"), ("step_graph", "forward"),
     ],
 )  # fmt: skip
 def test_stages_have_their_hue(name: str, hue: str) -> None:
@@ -85,6 +85,8 @@ def test_stages_have_their_hue(name: str, hue: str) -> None:
         ("_gumbel_sample_kernel", OpKind.KERNEL, "sample"), ("_gather_block_tables_kernel", OpKind.KERNEL, "prepare"),
         ("Memset (Device)", OpKind.MEMSET, "copy"), ("CUDA graph 3", OpKind.GRAPH, "forward"),
         ("output_copy", OpKind.STAGE, "copy"), ("mystery", OpKind.KERNEL, "other"),
+        ("_decode_inputs_kernel", OpKind.KERNEL, "prepare"), ("_packed_write_kernel", OpKind.KERNEL, "prepare"),
+        ("_commit_kernel", OpKind.KERNEL, "prepare"),
     ],
 )  # fmt: skip
 def test_operations_have_their_hue(name: str, kind: int, hue: str) -> None:

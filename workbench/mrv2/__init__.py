@@ -46,5 +46,12 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_LAZY[name]), name)
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext mrv2``: register ``%wb`` and ``%%wb_record`` (see `mrv2.lab.magics`)."""
+    from mrv2.lab import magics
+
+    magics.load_ipython_extension(shell)
+
+
 def __dir__() -> list[str]:
     return sorted(__all__)

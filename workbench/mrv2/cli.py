@@ -13,13 +13,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from mrv2.commands import bench, chat, compare, doctor, generate, models, record, trace, train_draft
+from mrv2.commands import bench, chat, compare, doctor, generate, lab, models, record, trace, train_draft
 from mrv2.errors import ConfigError, MRV2Error
 from mrv2_models.errors import ModelFileError, ShardError, UnsupportedModelError
 
 OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # each adds its own parser; what is heavy is imported when it runs
-COMMANDS = (generate, chat, compare, bench, record, trace, train_draft, models, doctor)
+COMMANDS = (generate, chat, compare, bench, record, trace, train_draft, lab, models, doctor)
 _TRACEBACK = "Traceback (most recent call last):"
 
 

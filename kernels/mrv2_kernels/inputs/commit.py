@@ -21,7 +21,7 @@ _BLOCK = 32
 
 
 @triton.jit
-def _commit_decode_kernel(
+def _commit_kernel(
     outputs_ptr,
     outputs_stride,
     output_slot_ptr,
@@ -78,7 +78,7 @@ def commit_decode_triton(
     A history that is full drops the token.  A sampled -1 (NaN logits) leaves as -1 and is stored as token 0, so that
     the state stays a legal input; the host ends such a request.
     """
-    _commit_decode_kernel[(cdiv(sampled.shape[0], _BLOCK),)](
+    _commit_kernel[(cdiv(sampled.shape[0], _BLOCK),)](
         outputs,
         outputs.stride(0),
         output_slot,
@@ -139,7 +139,7 @@ def aot_cases() -> list[AotCase]:
     numbers = dict.fromkeys(("outputs_stride", "token_ids_stride", "row_len"), "i32")
     return [
         AotCase(
-            kernel=_commit_decode_kernel,
+            kernel=_commit_kernel,
             signature=pointers | numbers,
             constexprs={"BLOCK": _BLOCK},
             num_warps=1,

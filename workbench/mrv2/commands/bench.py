@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     varied = parser.add_argument_group("what is varied", "Every combination is measured.")
     varied.add_argument("--runners", default="v1,v2", metavar="LIST", help="v1, v2 or both (default: v1,v2)")
     varied.add_argument("--modes", default="sync,async", metavar="LIST", help="sync, async (default: both)")
-    varied.add_argument("--graphs", metavar="LIST", help="off, model (default: both on CUDA)")
+    varied.add_argument("--graphs", metavar="LIST", help="off, model, step (default: off,model on CUDA)")
     varied.add_argument(
         "--vary", action="append", default=[], metavar="KNOB=V,V", help="vary another knob; may be repeated"
     )

@@ -15,7 +15,7 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.interrupt import InterruptAfter
@@ -23,6 +23,9 @@ from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
 from mrv2.engine.service import Core, CoreFactory, EngineInfo, EngineService, make_core
 from mrv2.errors import EngineDeadError
 from mrv2.instrument import Span
+
+if TYPE_CHECKING:
+    from mrv2.engine.inspection import Inspection
 
 
 class EngineClient(ABC):
@@ -61,6 +64,13 @@ class EngineClient(ABC):
         """Start recording stages (returns nothing), or stop and return the recorded spans.
 
         With `steps` the recording stops by itself after that many turns of the engine's loop.
+        """
+
+    @abstractmethod
+    def inspect(self, steps: int = 0) -> Inspection:
+        """Return the inputs of the steps inspected last, and every request's blocks; inspect the next `steps` steps.
+
+        An inspected step is waited for, so nothing overlaps with it; other steps cost nothing.
         """
 
     @abstractmethod
@@ -119,6 +129,9 @@ class InprocClient(EngineClient):
 
     def record(self, on: bool, steps: int | None = None) -> list[Span]:
         return self._call(self._service.record, on, steps)
+
+    def inspect(self, steps: int = 0) -> Inspection:
+        return self._call(self._service.inspect, steps)
 
     def close(self) -> None:
         with self._lock:

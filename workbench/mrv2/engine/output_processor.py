@@ -43,6 +43,8 @@ class _Sequence:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_shown: int = 0
+    # the first output has come, and the caller sees only the last
+    is_quiet: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -148,7 +150,15 @@ class OutputProcessor:
             if sequence is None:
                 continue
             request = sequence.request
+            if sequence.is_quiet and output.finish_reason is None and not output.logprobs:
+                # nothing but more tokens, of which nothing is shown yet
+                sequence.token_ids += output.new_token_ids
+                self.num_generated_tokens += len(output.new_token_ids)
+                request.metrics.num_generation_tokens += len(output.new_token_ids)
+                request.metrics.last_token_ts = now
+                continue
             self._take_tokens(sequence, output, now)
+            sequence.is_quiet = request.final_only and sequence.detokenizer is None
             if sequence.stop_reason is not None and output.finish_reason is None:
                 done.abort_ids.append(sequence.req_id)
             if not request.final_only or request.num_running == 0:
@@ -203,6 +213,8 @@ class OutputProcessor:
             metrics.num_generation_tokens += num_taken
         if output.prompt_logprobs is not None:
             request.prompt_logprobs = [None, *self._prompt_logprobs(output.prompt_logprobs)]
+        if output.drafts is not None:
+            metrics.drafts.merge(output.drafts)
         if sequence.index == 0 and output.num_cached_tokens:
             request.num_cached_tokens = output.num_cached_tokens
         if matched:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.client import EngineClient
@@ -26,6 +26,9 @@ from mrv2.engine.service import (
 )
 from mrv2.errors import EngineDeadError
 from mrv2.instrument import Span
+
+if TYPE_CHECKING:
+    from mrv2.engine.inspection import Inspection
 
 _JOIN_SECONDS = 10.0
 
@@ -127,6 +130,9 @@ class RemoteClient(EngineClient):
 
     def record(self, on: bool, steps: int | None = None) -> list[Span]:
         return self._call("record", on, steps)
+
+    def inspect(self, steps: int = 0) -> Inspection:
+        return self._call("inspect", steps)
 
     def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         number, future = self._mailbox.expect()

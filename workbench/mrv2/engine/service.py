@@ -16,6 +16,7 @@ from mrv2.instrument import Span
 
 if TYPE_CHECKING:
     from mrv2.device.base import Device
+    from mrv2.engine.inspection import Inspection, Inspector
     from mrv2_models.config import ModelConfig
 
 
@@ -67,6 +68,7 @@ class EngineService:
         self.core = core
         self.info = EngineInfo(config=core.config, model_config=core.model_config, max_model_len=core.max_model_len)
         self._recording: StageRecording | None = None
+        self._inspector: Inspector | None = None
 
     def submit(self, requests: list[EngineRequest]) -> None:
         """Admit all sequences or none; raises the `RequestError` of the first that is refused."""
@@ -100,6 +102,14 @@ class EngineService:
             recording.start()
             self._recording = recording
         return spans
+
+    def inspect(self, steps: int = 0) -> Inspection:
+        """Return what the last inspected steps computed and who holds which blocks; inspect the next `steps`."""
+        if self._inspector is None:
+            from mrv2.engine.inspection import Inspector
+
+            self._inspector = Inspector(self.core)
+        return self._inspector.look(steps)
 
     def shutdown(self) -> None:
         """Stop a recording and the core."""

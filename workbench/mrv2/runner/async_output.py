@@ -16,7 +16,7 @@ from mrv2.runner.protocol import StepOutput
 OUTPUT_WAIT = "output"  # the one wait of a step, by this name
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OutputSlot:
     """One step's pinned destination."""
 
@@ -38,6 +38,8 @@ class OutputSlots:
             for _ in range(count)
         ]
         self._free = deque(range(count))
+        # slots are cut to size once: (index, requests, width) -> slot
+        self._slots: dict[tuple[int, int, int], OutputSlot] = {}
 
     @property
     def count(self) -> int:
@@ -46,9 +48,13 @@ class OutputSlots:
     def take(self, num_reqs: int, width: int = 1) -> OutputSlot:
         """Return contiguous pinned tensors for `num_reqs` rows of `width` tokens."""
         assert self._free, "every output slot is in flight: the queue is deeper than the slots that were made for it"
-        index = self._free.popleft()
-        sampled, num_sampled = self._buffers[index]
-        return OutputSlot(index, sampled[: num_reqs * width].view(num_reqs, width), num_sampled[:num_reqs])
+        key = self._free.popleft(), num_reqs, width
+        slot = self._slots.get(key)
+        if slot is None:
+            sampled, num_sampled = self._buffers[key[0]]
+            slot = OutputSlot(key[0], sampled[: num_reqs * width].view(num_reqs, width), num_sampled[:num_reqs])
+            self._slots[key] = slot
+        return slot
 
     def give_back(self, slot: OutputSlot) -> None:
         self._free.append(slot.index)

@@ -333,10 +333,21 @@ def band_shapes(index: TimelineIndex, tile: Tile, of: themes.Theme) -> list[dict
 
 def _layout(index: TimelineIndex, tile: Tile, where: Geometry, of: themes.Theme, title: str) -> dict[str, Any]:
     left = 16 + 6.5 * max(len(text) for text, _ in where.labels)
-    top = 64 if title else 40
+    # the legend stands above the plot, in two lines where it must, and the title above the legend
+    top = 88 if title else 48
     return themes.layout(
         of,
-        title={"text": title, "x": 0.0, "xref": "paper", "font": {"size": 14}, "automargin": False},
+        title={
+            "text": title,
+            "x": 0.0,
+            "xref": "paper",
+            "y": 1.0,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 12},
+            "font": {"size": 14},
+            "automargin": False,
+        },
         width=round(tile.width_px + left + 16),
         height=round(where.height + top + 44),
         margin={"l": left, "r": 16, "t": top, "b": 44},

@@ -55,6 +55,7 @@ class LiveTimeline:
     def close(self) -> None:
         """Take the widget off its pages."""
         self.widget.on_msg(self._receive, remove=True)
+        self.widget.layout.close()
         self.widget.close()
 
     def _receive(self, _widget: Any, content: Message, _buffers: Any) -> None:

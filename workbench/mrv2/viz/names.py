@@ -15,7 +15,7 @@ _HOST_HUES = (
     ("wait", r"wait|synchron|sleep|poll|futex|holding gil"),
     ("sample", r"sample|logits|draft"),
     ("copy", r"copy|memcpy|memset|async.*output"),
-    ("forward", r"forward|graphlaunch|execute|model"),
+    ("forward", r"forward|graphlaunch|step_graph|execute|model"),
     ("prepare", r"prepare|preprocess|upload|staged|gather|build|input"),
     ("schedule", r"schedul|update|process_outputs|postprocess|bookkeep|scatter|detoken|add_request|get_output|stats"),
 )
@@ -27,7 +27,8 @@ _KERNEL_HUES = (
     ("sample", r"gumbel|sampl|argmax|top_?k|top_?p|softmax|logprob|min_p|penal|_pick_block|multinomial"),
     (
         "prepare",
-        r"gather|slot_map|prepare|pos_seq|combine|post_update|staged|apply_write|num_sampled|scatter|index|arange",
+        r"gather|slot_map|prepare|decode_inputs|pos_seq|combine|post_update|commit|staged|(apply|packed)_write|num_sampled"
+        r"|scatter|index|arange",
     ),
     ("forward", r"gemm|nvjet|cutlass|cublas|matmul|splitk|norm|silu|gelu|mul|linear|fused|triton_|elementwise|embed"),
 )

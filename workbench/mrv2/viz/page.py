@@ -65,7 +65,9 @@ def render(page: Page) -> str:
         f"<footer>{text(page.footer)}</footer>" if page.footer else "",
     ]
     columns = payload.packed(page.timeline[1]) if page.timeline else ""
-    program = payload.assets("format.js", "local_source.js", "traces.js", "timeline.js", "table.js", "page.js")
+    program = payload.assets(
+        "format.js", "theme.js", "local_source.js", "traces.js", "timeline.js", "table.js", "page.js"
+    )
     return "\n".join(
         [
             "<!doctype html>",

@@ -20,11 +20,11 @@ def timeline_class() -> type[Any]:
     Raises:
         TraceError: ipywidgets or anywidget is not installed.
     """
-    anywidget, traitlets = _modules()
+    anywidget, traitlets = modules()
 
     class TimelineWidget(anywidget.AnyWidget):
         _esm = (
-            payload.assets("format.js", "traces.js", "timeline.js", "widget.js")
+            payload.assets("format.js", "theme.js", "traces.js", "timeline.js", "widget.js")
             + "\nexport default { render: renderTimeline };"
         )
         _css = payload.assets("style.css")
@@ -48,7 +48,7 @@ def table_class() -> type[Any]:
     Raises:
         TraceError: ipywidgets or anywidget is not installed.
     """
-    anywidget, traitlets = _modules()
+    anywidget, traitlets = modules()
 
     class TableWidget(anywidget.AnyWidget):
         _esm = payload.assets("format.js", "table.js", "widget.js") + "\nexport default { render: renderTable };"
@@ -60,7 +60,12 @@ def table_class() -> type[Any]:
     return TableWidget
 
 
-def _modules() -> tuple[Any, Any]:
+def modules() -> tuple[Any, Any]:
+    """Return anywidget and traitlets.
+
+    Raises:
+        TraceError: one of them is not installed.
+    """
     try:
         import anywidget
         import traitlets
@@ -81,7 +86,7 @@ def has_front_end() -> bool:
     try:
         from IPython import get_ipython
 
-        _modules()
+        modules()
     except (ImportError, TraceError):
         return False
     return hasattr(get_ipython(), "kernel")

@@ -16,6 +16,7 @@ import torch
 
 from mrv2.device import Device
 
+_NO_RUNS = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32), 0
 _WORDS = {torch.int32: 1, torch.float32: 1, torch.int64: 2}
 
 
@@ -43,6 +44,8 @@ class DeviceArena:
             self.views[name] = flat.view(dtype).view(shape)
         self._run_starts: list[int] = []
         self._run_contents: list[np.ndarray] = []
+        # runs of one word each, staged together: their starts and their contents
+        self._words: list[tuple[np.ndarray, np.ndarray]] = []
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.views[name]
@@ -64,20 +67,43 @@ class DeviceArena:
         self._run_starts.append(self._start[name] + row * self._row_words[name])
         self._run_contents.append(words)
 
+    def stage_words(
+        self,
+        name: str,
+        # [n]
+        rows: np.ndarray,
+        # [n], or one for all
+        columns: np.ndarray | int,
+        # [n] int32
+        values: np.ndarray,
+    ) -> None:
+        """Stage ``section[rows[i], columns[i]] = values[i]`` of an int32 section."""
+        self._words.append((self._start[name] + rows * self._row_words[name] + columns, values))
+
     def take_runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Return the staged runs and forget them: starts [n], cu_lens [n+1], contents [m], longest run.
 
         Runs that end in the same section are disjoint by construction: a row's scalars are staged
         once when the row is taken, blocks only ever append.
         """
-        lengths = np.fromiter((len(c) for c in self._run_contents), dtype=np.int32, count=len(self._run_contents))
+        if not self.has_runs:
+            return _NO_RUNS
+        starts, contents = [at for at, _ in self._words], [values for _, values in self._words]
+        if not self._run_starts:
+            self._words = []
+            flat = np.concatenate(contents)
+            # one word a run
+            return np.concatenate(starts), np.arange(len(flat) + 1, dtype=np.int32), flat, 1
+        words = np.ones(sum(map(len, contents)), dtype=np.int32)
+        longer = np.fromiter((len(c) for c in self._run_contents), dtype=np.int32, count=len(self._run_contents))
+        lengths = np.concatenate((longer, words))
         cu_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_lens[1:])
-        starts = np.array(self._run_starts, dtype=np.int32)
-        contents = np.concatenate(self._run_contents) if self._run_contents else np.zeros(0, dtype=np.int32)
-        self._run_starts, self._run_contents = [], []
-        return starts, cu_lens, contents, int(lengths.max(initial=0))
+        starts = np.concatenate((np.array(self._run_starts, dtype=np.int32), *starts))
+        contents = np.concatenate((*self._run_contents, *contents))
+        self._run_starts, self._run_contents, self._words = [], [], []
+        return starts, cu_lens, contents, int(lengths.max())
 
     @property
     def has_runs(self) -> bool:
-        return bool(self._run_starts)
+        return bool(self._run_starts or self._words)

@@ -85,9 +85,20 @@ class RequestState:
         sampler.add(row, request.sampling, request.prompt_len)
         return row
 
-    def append_blocks(self, req_id: str, block_ids: tuple[list[int], ...]) -> None:
-        """Extend a row's block tables."""
-        row = self.row_of[req_id]
+    def append_blocks(self, new_block_ids: dict[str, tuple[list[int], ...]]) -> None:
+        """Extend the block tables of requests, by id; all that take one block a group are staged together."""
+        ones = {req_id: blocks for req_id, blocks in new_block_ids.items() if len(blocks[0]) == 1}
+        if ones:
+            rows = np.array([self.row_of[req_id] for req_id in ones], dtype=np.int32)
+            for group in range(self.num_groups):
+                added = np.array([blocks[group][0] for blocks in ones.values()], dtype=np.int32)
+                self.arena.stage_words(f"block_table_{group}", rows, self.num_blocks_np[rows], added)
+            self.num_blocks_np[rows] += 1
+            self.arena.stage_words("num_blocks", rows, 0, self.num_blocks_np[rows])
+        for req_id in new_block_ids.keys() - ones.keys():
+            self._append_many(self.row_of[req_id], new_block_ids[req_id])
+
+    def _append_many(self, row: int, block_ids: tuple[list[int], ...]) -> None:
         start = int(self.num_blocks_np[row])
         for group, new in enumerate(block_ids):
             self.arena.stage(f"block_table_{group}", row, new, start)

@@ -32,6 +32,7 @@ from mrv2.runner.v2.sampler import Sampler, SamplingPlan
 from mrv2.runner.v2.sampling.context import SamplingContext
 from mrv2.runner.v2.upload import SentStep, StepUpload
 from mrv2.runner.v2.variants import DrawPlan, TokenDraw, graph_plans
+from mrv2.speculators import MODEL_METHODS
 from mrv2_kernels.inputs.commit import commit_decode
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.state.staged_write import apply_packed_writes
@@ -113,10 +114,19 @@ class StepGraphs:
             outputs=device.zeros((output_slots.count, rows), torch.int64),
         )
         self.graphs: dict[StepKey, Graph] = {}
+        # what was found last, for which batch, under which knobs
+        self._graph: Graph | None = None
+        self._rows: np.ndarray | None = None
+        self._knobs: Knobs | None = None
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
 
-    def find(self, scheduled: SchedulerOutput, plan: SamplingPlan, has_prefill: bool) -> Graph | None:
-        """Return the graph that does the whole step, or None if no graph does."""
-        knobs = self.resources.knobs
+    def replays_again(self, rows: np.ndarray) -> bool:
+        """Say whether the graph found last serves the batch `rows`: the very array of that step, and the same knobs."""
+        return rows is self._rows and self.resources.knobs is self._knobs
+
+    def find(self, scheduled: SchedulerOutput, rows: np.ndarray, plan: SamplingPlan, has_prefill: bool) -> bool:
+        """Find the graph that does the whole step of the batch `rows` [B]; False if no graph does."""
+        knobs, self._rows = self.resources.knobs, None
         if (
             not self._may_replay(knobs)
             or has_prefill
@@ -126,15 +136,19 @@ class StepGraphs:
             or plan.logprobs is not None
             or not scheduled.yields_token.all()
         ):
-            return None
+            return False
         shape = self.buckets.key(scheduled.num_reqs, scheduled.num_reqs, 1)
-        return self.graphs.get(StepKey(shape, plan.draw.for_graph()))
+        self._graph = self.graphs.get(StepKey(shape, plan.draw.for_graph()))
+        if self._graph is not None:
+            self._rows, self._knobs = rows, knobs
+        return self._graph is not None
 
-    def replay(self, graph: Graph, scheduled: SchedulerOutput, rows: np.ndarray, main: Stream) -> ReplayedStep:
-        """Submit the upload and the graph; `rows` [B] is the batch."""
+    def replay(self, scheduled: SchedulerOutput, rows: np.ndarray, main: Stream) -> ReplayedStep:
+        """Submit the upload and the graph that was found for the batch `rows` [B]."""
+        assert self._graph is not None, "no graph was found for this step"
         slot = self.output_slots.take(scheduled.num_reqs)
         sent = self.upload.send(main, scheduled, rows, slot.index)
-        main.run(stages.STEP_GRAPH, graph.replay)
+        main.run(stages.STEP_GRAPH, self._graph.replay)
         return ReplayedStep(scheduled, sent, slot)
 
     def finish(self, step: ReplayedStep, main: Stream, copy: Stream) -> PinnedOutput:
@@ -144,16 +158,23 @@ class StepGraphs:
         self.upload.release(step.sent, end_of_step)
         if copy is not main:
             copy.wait_event(end_of_step)
-        tokens = self.tensors.outputs[slot.index, : scheduled.num_reqs].unsqueeze(1)
-        copy.copy(stages.OUTPUT_COPY, slot.sampled, tokens)
+        copy.copy(stages.OUTPUT_COPY, slot.sampled, self._tokens(slot.index, scheduled.num_reqs))
         return PinnedOutput(
             step=scheduled.step,
             req_ids=scheduled.req_ids,
-            num_sampled=scheduled.yields_token.astype(np.int32),
+            # one token computed, one sampled
+            num_sampled=scheduled.num_scheduled_tokens,
             done=copy.record_event(),
             slot=slot,
             slots=self.output_slots,
         )
+
+    def _tokens(self, slot: int, num_reqs: int) -> torch.Tensor:
+        """Return a step's part of the output ring; views are made once. [B, 1] int64"""
+        view = self._views.get((slot, num_reqs))
+        if view is None:
+            view = self._views[slot, num_reqs] = self.tensors.outputs[slot, :num_reqs].unsqueeze(1)
+        return view
 
     def missing(self, knobs: Knobs) -> list[StepKey]:
         """Return the keys that `knobs` will dispatch and that have no graph yet."""
@@ -179,6 +200,8 @@ class StepGraphs:
         return (
             knobs.cuda_graphs == "step"
             and not knobs.drafting
+            # even without drafts a drafter follows every step
+            and knobs.spec_method not in MODEL_METHODS
             and knobs.attention == "triton"
             and self.resources.forward.model_state.step_graphs
             and len(self.resources.forward.buffers.block_tables) == 1

@@ -27,6 +27,9 @@ from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.v2.arena import DeviceArena
 from mrv2.runner.v2.sampler import SAMPLING_SECTIONS
 
+# copies are cut to multiples of this many words, so that few views serve all of them
+_COPY_STEP = 512
+
 
 @dataclass(slots=True)
 class UploadedBatch:
@@ -102,6 +105,9 @@ class StepUpload:
         self.num_reqs, self.num_runs, self.output_slot = (step_words[self.counts + i :][:1] for i in range(3))
         # int32, device: as many runs as `num_runs` says
         self.runs = step_words[self.header :]
+        # [header] int32, host: what lies before the runs, of the batch `_rows`
+        self._header_np = np.zeros(self.header, dtype=np.int32)
+        self._rows: np.ndarray | None = None
         # [capacity / 3]: all runs edit row 0 of the arena; a run takes three words at least
         self.zeros = device.zeros((step_words.shape[0] // 3,), torch.int32)
         # short prompts fit from the start; a rare larger step grows the ring
@@ -110,6 +116,9 @@ class StepUpload:
     def _make_ring(self, capacity: int) -> None:
         self.capacity = capacity
         self.ring = PinnedRing(self.device, self.depth, (capacity,), torch.int32, name="step upload")
+        # views are made once: (which slot, words) -> destination and source of a copy
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._slots_np = {id(slot): slot.numpy() for slot in self.ring.slots}
 
     def send(
         self,
@@ -120,15 +129,28 @@ class StepUpload:
         output_slot: int = 0,
     ) -> SentStep:
         """Submit the copy of one step; what is returned must be released with an event at the end of the step."""
-        num_reqs, max_num_seqs = len(rows), self.max_num_seqs
         starts, cu_lens, contents, max_run = self.arena.take_runs()
         num_runs = len(starts)
         used = self.header + 2 * num_runs + 1 + len(contents)
         if used > self.capacity:
             self._make_ring(min(self.words.shape[0], 1 << (used - 1).bit_length()))
         slot = self.ring.acquire(scheduled.step)
-        host = slot.numpy()
-        host[0] = 0
+        if rows is not self._rows:
+            self._fill_header(scheduled, rows)
+        host = self._slots_np[id(slot)]
+        host[: self.header] = self._header_np
+        host[self.counts + 1], host[self.counts + 2] = num_runs, output_slot
+        if num_runs:
+            at = self.header
+            host[at : at + num_runs] = starts
+            host[at + num_runs : at + 2 * num_runs + 1] = cu_lens
+            host[at + 2 * num_runs + 1 : used] = contents
+        stream.copy(stages.UPLOAD, *self._views_of(slot, used))
+        return SentStep(slot, self.ring, num_runs, max_run, used)
+
+    def _fill_header(self, scheduled: SchedulerOutput, rows: np.ndarray) -> None:
+        """Write what depends on the batch alone; the same array of rows is the same batch of decodes."""
+        host, num_reqs, max_num_seqs = self._header_np, len(rows), self.max_num_seqs
         np.cumsum(scheduled.num_scheduled_tokens, out=host[1 : num_reqs + 1])
         host[num_reqs + 1 : max_num_seqs + 1] = scheduled.total_tokens
         at = max_num_seqs + 1
@@ -136,15 +158,17 @@ class StepUpload:
         host[at + num_reqs : at + max_num_seqs] = 0
         host[at + max_num_seqs : at + max_num_seqs + num_reqs] = scheduled.yields_token
         cu_num_logits = at + 2 * max_num_seqs
-        host[cu_num_logits] = 0
         np.cumsum(scheduled.num_draft_tokens + 1, out=host[cu_num_logits + 1 : cu_num_logits + 1 + num_reqs])
-        host[self.counts : self.header] = num_reqs, num_runs, output_slot
-        at = self.header
-        host[at : at + num_runs] = starts
-        host[at + num_runs : at + 2 * num_runs + 1] = cu_lens
-        host[at + 2 * num_runs + 1 : used] = contents
-        stream.copy(stages.UPLOAD, self.words[:used], slot[:used])
-        return SentStep(slot, self.ring, num_runs, max_run, used)
+        host[self.counts] = num_reqs
+        self._rows = rows
+
+    def _views_of(self, slot: torch.Tensor, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return destination and source of a copy of at least `used` words; what is copied beyond them is not read."""
+        size = min(self.capacity, -(-used // _COPY_STEP) * _COPY_STEP)
+        views = self._views.get((id(slot), size))
+        if views is None:
+            views = self._views[id(slot), size] = self.words[:size], slot[:size]
+        return views
 
     def submit(
         self,

@@ -7,12 +7,13 @@ const ZOOM = 1.6, PAN = 0.25, CLICK_PX = 4;
 
 class TimelineView {
   constructor(root, Plotly, spec, source, options = {}) {
-    Object.assign(this, { root, Plotly, spec, source, options });
+    Object.assign(this, { root, Plotly, source, options });
     this.window = options.window || [0, spec.span];
+    this.spec = spec;
     this.tile = this.waiting = this.selection = null;
     this.dragging = false;
-    this.left = 18 + CHAR_PX * Math.max(...spec.labels.map(([text]) => text.length));
     this.build();
+    this.take(spec);
     this.setTheme(options.theme || detectTheme(root));
     this.observers = [new ResizeObserver(() => this.resize())];
     this.observers[0].observe(this.plot);
@@ -22,7 +23,8 @@ class TimelineView {
   destroy() {
     this.observers.forEach((observer) => observer.disconnect());
     removeEventListener("pointerup", this.pointerUp, true);
-    this.Plotly.purge(this.plot);
+    // plotly must not lose its plot while it draws
+    Promise.resolve(this.drawn).finally(() => this.Plotly.purge(this.plot));
     this.root.replaceChildren();
   }
 
@@ -38,8 +40,7 @@ class TimelineView {
       button("sync", "next host sync (n; previous: p)", () => this.toTick(1)),
       button("\u25d0", "light or dark (t)", () => this.setTheme(this.theme.name === "dark" ? "light" : "dark")),
       this.status);
-    this.legend = make("div", { class: "mrv2-legend" }, ...this.spec.hues.filter((_, i) => this.spec.usedHues.includes(i)).map(
-      (hue) => make("span", {}, make("i", { style: `background:${hue.colour}` }), hue.label)));
+    this.legend = make("div", { class: "mrv2-legend" });
     this.plot = make("div", { class: "mrv2-plot" });
     this.tip = make("div", { class: "mrv2-tip", role: "tooltip", hidden: true });
     this.detail = make("div", { class: "mrv2-detail", "aria-live": "polite" });
@@ -148,6 +149,21 @@ class TimelineView {
     this.draw();
   }
 
+  take(spec) {
+    this.spec = spec;
+    this.left = 18 + CHAR_PX * Math.max(...spec.labels.map(([text]) => text.length));
+    this.legend.replaceChildren(...spec.hues.filter((_, i) => spec.usedHues.includes(i)).map(
+      (hue) => make("span", {}, make("i", { style: `background:${hue.colour}` }), hue.label)));
+  }
+
+  // Another recording in the place of this one.
+  replace(spec, window, tile) {
+    this.take(spec);
+    Object.assign(this, { window, selection: null, highlight: null });
+    this.detail.textContent = "";
+    this.accept(tile);
+  }
+
   draw() {
     if (!this.tile) return;
     const began = performance.now();
@@ -157,7 +173,7 @@ class TimelineView {
       this.plot.on("plotly_relayouting", () => { this.dragging = true; this.tip.hidden = true; });
       this.plot.on("plotly_relayout", () => this.moved());
     }
-    Promise.resolve(drawn).then(() => {
+    this.drawn = Promise.resolve(drawn).then(() => {
       this.root.dataset.drawMs = (performance.now() - began).toFixed(1);
       this.root.dataset.window = this.window.map((edge) => Math.round(edge)).join(",");
     });
@@ -285,18 +301,3 @@ class TimelineView {
 }
 
 // ---- themes
-
-// The theme that fits the page around `node`: what its background is, else what the reader prefers.
-function detectTheme(node) {
-  for (let at = node.parentElement; at; at = at.parentElement) {
-    const parts = getComputedStyle(at).backgroundColor.match(/[\d.]+/g)?.map(Number);
-    if (parts && (parts.length < 4 || parts[3] > 0.5)) return 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2] < 128 ? "dark" : "light";
-  }
-  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-}
-
-function onThemeChange(act) {
-  const observer = new MutationObserver(act);
-  for (const node of [document.documentElement, document.body]) observer.observe(node, { attributes: true });
-  return observer;
-}

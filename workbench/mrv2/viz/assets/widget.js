@@ -61,6 +61,8 @@ class KernelSource {
         const tile = model.get("tile");
         // a tile without a view was pushed by the kernel and is for all
         if (!tile?.bars || (tile.view && (tile.view !== this.id || tile.serial < this.shown))) return;
+        // a tile that came with another recording waits for its rows
+        if (!tile.view && model.get("spec") !== view()?.spec) return;
         if (tile.view) this.shown = tile.serial;
         this.deliver?.(decodeTile(tile));
       },
@@ -110,17 +112,14 @@ function renderTimeline({ model, el }) {
     view = new TimelineView(root, Plotly, model.get("spec"), source, { window, theme: model.get("theme") || undefined });
     if (tile?.bars) view.accept(decodeTile(tile));
   };
-  const restart = () => {
-    if (!view) return;
-    const Plotly = view.Plotly;
-    source.close();
-    view.destroy();
-    start(Plotly);
+  const replace = () => {
+    const tile = model.get("tile");
+    if (view && tile?.bars) view.replace(model.get("spec"), tile.window, decodeTile(tile));
   };
   model.on("change:error", showError);
   model.on("change:view", onView);
   model.on("change:centre", onCentre);
-  model.on("change:spec", restart);
+  model.on("change:spec", replace);
   showError();
   root.textContent = "loading the timeline \u2026";
   pagePlotly(model).then(start).catch((error) => { problem.textContent = String(error.message || error); problem.hidden = false; });
@@ -129,7 +128,7 @@ function renderTimeline({ model, el }) {
     model.off("change:error", showError);
     model.off("change:view", onView);
     model.off("change:centre", onCentre);
-    model.off("change:spec", restart);
+    model.off("change:spec", replace);
     source?.close();
     view?.destroy();
   };

@@ -1,0 +1,145 @@
+"""Scheduling a batch of decodes once more is what looking at every request would have scheduled."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mrv2.engine.kv_cache_manager import KVCacheManager
+from mrv2.engine.messages import EngineOutput, EngineRequest
+from mrv2.engine.request import Request
+from mrv2.engine.scheduler import Scheduler
+from mrv2.runner.protocol import RowSampling, SchedulerOutput, StepOutput
+from mrv2.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+# a token below it may be somebody's stop id
+NUM_STOPS = 30
+
+
+def make_scheduler(rng: np.random.Generator) -> Scheduler:
+    max_num_seqs = int(rng.integers(1, 9))
+    return Scheduler(
+        KVCacheManager(
+            int(rng.integers(16, 60)), BLOCK_SIZE, int(rng.integers(1, 3)), enable_prefix_caching=bool(rng.integers(2))
+        ),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=int(rng.integers(max(8, max_num_seqs), 80)),
+    )
+
+
+class Twin:
+    """A scheduler with a device that draws random tokens; `slow` looks at every request in every step."""
+
+    def __init__(self, seed: int, slow: bool) -> None:
+        self.scheduler = make_scheduler(np.random.default_rng(seed))
+        self.slow = slow
+        self.flying: list[SchedulerOutput] = []
+        self.num_repeated = 0
+        self._last: list[str] | None = None
+
+    def launch(self) -> SchedulerOutput | None:
+        if self.slow:
+            self.scheduler._decodes = None
+        scheduled = self.scheduler.schedule()
+        if scheduled is not None:
+            self.flying.append(scheduled)
+            self.num_repeated += scheduled.req_ids is self._last
+            self._last = scheduled.req_ids
+        return scheduled
+
+    def settle(self, tokens: dict[str, int]) -> list[EngineOutput]:
+        scheduled = self.flying.pop(0)
+        sampled = np.array([[tokens[req_id]] for req_id in scheduled.req_ids], dtype=np.int64)
+        output = StepOutput(scheduled.step, scheduled.req_ids, sampled, scheduled.yields_token.astype(np.int32))
+        if self.slow:
+            self.scheduler.in_flight[0].batch = None
+        return self.scheduler.update_from_output(output)
+
+
+def make_request(name: str, arrival: int, drawn: dict[str, Any]) -> Request:
+    params = SamplingParams(max_tokens=drawn["max_tokens"], ignore_eos=True)
+    message = EngineRequest(req_id=name, prompt_token_ids=drawn["prompt"], params=params, priority=drawn["priority"])
+    return Request(
+        message=message,
+        sampling=RowSampling(),
+        max_tokens=drawn["max_tokens"],
+        max_model_len=200,
+        stop_ids=frozenset(drawn["stops"]),
+        arrival=arrival,
+    )
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, list) and a and hasattr(a[0], "__dataclass_fields__"):
+        return len(a) == len(b) and all(same_fields(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def same_fields(a: Any, b: Any) -> bool:
+    return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_both_ways_schedule_and_settle_the_same(seed: int) -> None:
+    """Random arrivals, aborts, stops, errors and depths; a pool so small that some preempt."""
+    rng = np.random.default_rng(seed)
+    depth, pace = int(rng.integers(1, 5)), float(rng.choice([0.02, 0.1, 0.4]))
+    twins = Twin(seed, slow=False), Twin(seed, slow=True)
+    num_added, turn = 0, 0
+    while turn < 400 or any(t.scheduler.has_unfinished for t in twins):
+        if turn < 400 and rng.random() < pace and len(twins[0].scheduler.requests) < 12:
+            drawn = {
+                "prompt": rng.integers(0, 500, int(rng.integers(1, 50))).tolist(),
+                "max_tokens": int(rng.integers(1, 70)),
+                "stops": rng.integers(0, NUM_STOPS, int(rng.choice([0, 0, 1, 12]))).tolist(),
+                "priority": int(rng.integers(2)),
+            }
+            for twin in twins:
+                twin.scheduler.add(make_request(f"r{num_added}", num_added, drawn))
+            num_added += 1
+        if num_added and rng.random() < 0.02:
+            victim = [f"r{int(rng.integers(num_added))}"]
+            fast, slow = (twin.scheduler.abort(victim) for twin in twins)
+            assert same(fast, slow)
+        fast, slow = (twin.launch() for twin in twins)
+        assert (fast is None) == (slow is None), turn
+        assert fast is None or slow is None or same_fields(fast, slow), turn
+        if twins[0].flying and (fast is None or len(twins[0].flying) >= depth):
+            names = twins[0].flying[0].req_ids
+            drawn_tokens = rng.integers(0, 3000, len(names))
+            tokens = dict(zip(names, np.where(drawn_tokens > 2995, -1, drawn_tokens).tolist(), strict=True))
+            outputs = [twin.settle(tokens) for twin in twins]
+            assert same(*outputs), turn
+        for twin in twins:
+            twin.scheduler.check()
+        books = [
+            [(r.req_id, r.num_computed, r.num_confirmed, r.num_published_blocks) for r in twin.scheduler.running]
+            for twin in twins
+        ]
+        assert books[0] == books[1], turn
+        turn += 1
+        assert turn < 4000, "not done"
+    assert twins[0].scheduler.stats == twins[1].scheduler.stats
+    assert twins[1].num_repeated == 0
+
+
+def test_the_traffic_meets_what_it_should() -> None:
+    """The twins would prove little if none preempted, stopped, or repeated a batch."""
+    scheduler = Scheduler(KVCacheManager(40, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64)
+    twin = Twin(0, slow=False)
+    twin.scheduler = scheduler
+    for i in range(4):
+        drawn = {"prompt": [1] * 10, "max_tokens": 60, "stops": [7], "priority": 0}
+        scheduler.add(make_request(f"r{i}", i, drawn))
+    for step in range(30):
+        twin.launch()
+        twin.settle({f"r{i}": 7 if step == 20 and i == 2 else 9 for i in range(4)})
+    # one prefill, one look at the decodes, one more after the stop
+    assert twin.num_repeated == 30 - 3
+    assert [r.req_id for r in scheduler.running] == ["r0", "r1", "r3"]

@@ -1,0 +1,290 @@
+"""A workbench on a real engine: loads, knobs, recordings, A/B, sessions, life and death."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lab.benches import OPTIONS, make_bench, until
+from mrv2.errors import ConfigError, EngineDeadError, RequestError
+from mrv2.lab import Load, Workbench, open_session
+from mrv2.lab.sampling_view import sample_position
+from mrv2.llm import LLM
+from mrv2.sampling_params import SamplingParams
+
+# knobs whose values all promise the same tokens on the host backend
+SAME_TOKENS = {
+    "runner": ["v1", "v2"],
+    "async_scheduling": [True, False],
+    "queue_depth": [1, 2, 3, 4],
+    "output_copy": ["side_stream", "main_stream"],
+    "sampler": ["gumbel_two_pass", "gumbel_fused", "softmax_race"],
+    "spec_method": ["off", "ngram"],
+    "num_spec_tokens": [0, 1, 2, 3],
+}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Workbench]:
+    with make_bench(name="module") as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _quiet(bench: Workbench) -> Iterator[None]:
+    yield
+    bench.stop()
+    bench.set_load(Load(users=3, max_tokens=24, ignore_eos=True))
+    bench.preset("V2 async")
+    bench.check()
+
+
+def test_a_load_is_served_and_seen(bench: Workbench) -> None:
+    bench.start()
+    view = bench.wait(requests=4, tokens=60)
+    assert view.state == "running" and 1 <= view.num_open <= 3
+    assert any(stream["tokens"] for stream in view.streams)
+    found = bench.metrics()
+    assert found["tok_s"]["n"] and found["ttft_ms"]["p50"] > 0  # type: ignore[operator]
+    bench.pause()
+    until(lambda: bench.view.state == "paused")
+    # what ran was served to its end
+    assert all(request.finish_reason == "length" for request in bench.requests[-3:])
+
+
+def test_stop_ends_running_requests_at_once(bench: Workbench) -> None:
+    bench.set_load(max_tokens=120)
+    bench.start()
+    bench.wait(tokens=5)
+    bench.stop()
+    assert not bench.driver.book.open
+    assert {request.finish_reason for request in bench.requests[-3:]} == {"abort"}
+    assert until(lambda: bench.view.state == "paused")
+
+
+def test_knobs_change_while_requests_run_and_say_at_which_step(bench: Workbench) -> None:
+    bench.start()
+    bench.wait(tokens=5)
+    before = bench.snapshot().step
+    intent = bench.set(async_scheduling=False, queue_depth=1)
+    assert intent.state == "applied" and intent.step >= before  # type: ignore[operator]
+    assert bench.knobs["async_scheduling"] is False
+    assert bench.snapshot().knobs_since == intent.step
+    with pytest.raises(ConfigError, match="does not speculate"):
+        bench.set(runner="v1", spec_method="ngram")
+    assert bench.knobs["runner"] == "v2"
+    assert bench.intents[-1].state == "refused"
+    marks = [mark.label for mark in bench.driver.metrics.marks]
+    assert "async_scheduling=off, queue_depth=1" in marks
+    assert not any("v1" in label for label in marks)
+
+
+def test_presets(bench: Workbench) -> None:
+    bench.preset("V1 as it was")
+    assert (bench.knobs["runner"], bench.knobs["async_scheduling"]) == ("v1", False)
+    with pytest.raises(ConfigError, match="not available here"):
+        bench.preset("V2 async, eager")
+    with pytest.raises(ConfigError, match="did you mean"):
+        bench.preset("V2 asink")
+
+
+def test_prompts_by_hand_get_what_llm_gives(bench: Workbench) -> None:
+    prompts = [[5, 6, 7], [9, 8]]
+    params = SamplingParams(max_tokens=10, temperature=0.9, seed=5, logprobs=1, ignore_eos=True)
+    bench.start()
+    found = bench.generate(prompts, params)  # type: ignore[arg-type]
+    with LLM("tiny-llama", **OPTIONS) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+    assert [r.token_ids for r in found] == [list(e.outputs[0].token_ids) for e in expected]
+    assert all(isinstance(value, float) for value in found[0].logprobs)
+    for refused in ({"n": 2}, {"stop": ["x"]}, {"bad_words": ["x"]}):
+        with pytest.raises(RequestError):
+            bench.generate([[1]], SamplingParams(**refused))  # type: ignore[arg-type]
+
+
+def test_a_load_that_can_never_be_served_pauses_and_is_reported(bench: Workbench) -> None:
+    bench.set_load(max_tokens=159, pack="long", users=1)
+    bench.driver.errors.dismiss()
+    bench.start()
+    bench.wait(tokens=2)
+    bench.stop()
+    # the prompt was cut to what fits beside the answer
+    assert len(bench.requests[-1].prompt_token_ids) == 1
+    bench.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_switching_at_random_moments_leaves_the_tokens_of_seeded_requests(bench: Workbench, seed: int) -> None:
+    rng = random.Random(seed)
+    bench.set_load(users=4, max_tokens=40, temperature=1.0, seed=100, pack="code")
+    expected = {}
+    for setting in ("quiet", "switching"):
+        bench.set_load(bench.load)
+        bench.driver._generator.next_index = 0
+        goal = bench.driver.book.num_finished + 8
+        bench.start()
+        num_applied = 0
+        while bench.view.num_finished < goal:
+            if setting == "quiet":
+                bench.wait(seconds=0.05)
+                continue
+            name = rng.choice(list(SAME_TOKENS))
+            intent = bench.set(wait=False, **{name: rng.choice(SAME_TOKENS[name])})
+            until(lambda intent=intent: intent.state != "pending")
+            num_applied += intent.state == "applied"
+            threading.Event().wait(rng.random() * 0.05)
+        bench.stop()
+        finished = [r for r in bench.requests if r.finish_reason == "length"][-8:]
+        tokens = {r.params.seed: r.token_ids for r in finished if r.params.seed is not None and r.params.seed < 108}
+        if setting == "quiet":
+            expected = tokens
+        else:
+            assert num_applied >= 3, "hardly anything was switched"
+            common = expected.keys() & tokens.keys()
+            assert len(common) >= 6
+            assert {s: tokens[s] for s in common} == {s: expected[s] for s in common}
+
+
+def test_a_recording_has_the_asked_steps_and_windows_go_on_afterwards(bench: Workbench) -> None:
+    bench.start()
+    trace = bench.record(steps=6)
+    assert 5 <= len(trace.analyze().windows) <= 8
+    window = until(lambda: bench.driver.window)
+    newer = until(lambda: bench.driver.window is not window and bench.driver.window)
+    assert newer.num_steps > 3 and 0 <= newer.idle <= 1 and 0 <= newer.overlap <= 1
+    assert len(newer.places) == len(newer.syncs["rows"]) > 0
+    assert bench.trace is newer.trace or bench.trace is not None
+    bench.stop()
+    with pytest.raises(ConfigError, match="idle"):
+        bench.record(steps=3)
+    assert bench.driver.windows.enabled
+
+
+def test_an_inspection_copies_the_asked_steps(bench: Workbench) -> None:
+    bench.start()
+    found = bench.inspect(4)
+    assert len(found.steps) >= 4 and found.num_left == 0
+    numbers = [step.step for step in found.steps[-4:]]
+    assert numbers == list(range(numbers[0], numbers[0] + 4))
+    assert {request.req_id for request in found.requests} <= set(bench.driver.book.open)
+
+
+def test_both_settings_of_an_ab_get_the_same_requests_and_the_knobs_come_back(bench: Workbench) -> None:
+    bench.set(queue_depth=3)
+    bench.start()
+    result = bench.ab("V1 as it was", "V2 async + n-gram", requests=3, repetitions=2, load=Load(max_tokens=12, users=2))
+    assert result.same_tokens == (3, 3) and result.promises_tokens
+    assert result.repetitions == 2 and all(len(run.token_ids) == 3 for run in result.runs)
+    assert set(result.traces) == {"a", "b"}
+    assert bench.knobs["queue_depth"] == 3 and not bench.driver.paused
+    assert "3 of 3" in result._repr_html_()
+    pytest.importorskip("plotly")
+    assert len(result.side_by_side().data) > 2
+    with pytest.raises(ConfigError):
+        bench.ab("V2 sync", {"runner": "v1", "spec_method": "ngram"})
+
+
+def test_draws_of_one_position_fit_the_model(bench: Workbench) -> None:
+    view = bench.call(lambda: sample_position(bench.driver, "one two three", 300))
+    assert view.draws == 300 and sum(view.target) == pytest.approx(1)
+    assert view.p_value > 1e-4
+
+
+def test_a_session_opens_without_an_engine_and_says_the_same(bench: Workbench, tmp_path: Path) -> None:
+    bench.start()
+    bench.set(queue_depth=2)
+    bench.wait(requests=3)
+    until(lambda: bench.trace)
+    bench.stop()
+    saved = open_session(bench.save(tmp_path / "one"))
+    assert saved.knobs == bench.knobs and saved.load == bench.load
+    assert [r["token_ids"] for r in saved.requests] == [r.token_ids for r in bench.requests]
+    assert saved.trace is not None and bench.trace is not None
+    assert len(saved.trace.analyze().windows) == len(bench.trace.analyze().windows)
+    assert any(change["changes"] == {"queue_depth": 2} for change in saved.about["changes"])
+    assert saved.code() == bench.code()
+    assert "svg" in saved._repr_html_()
+    # over itself, but over nothing else
+    bench.save(tmp_path / "one")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="is no session"):
+        bench.save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"no session\.json"):
+        open_session(tmp_path / "other")
+    about = json.loads((tmp_path / "one" / "session.json").read_text())
+    (tmp_path / "one" / "session.json").write_text(json.dumps({**about, "schema": 99}))
+    with pytest.raises(ConfigError, match="schema 99"):
+        open_session(tmp_path / "one")
+
+
+def test_a_report_needs_nothing_else(bench: Workbench, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    bench.start()
+    bench.wait(requests=2)
+    until(lambda: bench.trace)
+    text = bench.report(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "tiny-llama" in text and "mrv2-timeline" in text
+    assert 'src="http' not in text and "src='http" not in text
+    assert len(text) < 6e6
+    with pytest.raises(ConfigError, match=r"\.html"):
+        bench.report(tmp_path / "report.pdf")
+
+
+def test_the_card_stands_in_where_there_is_no_front_end(bench: Workbench) -> None:
+    bench.start()
+    bench.wait(tokens=20, seconds=1.2)
+    shown = bench._repr_mimebundle_()
+    assert set(shown) == {"text/plain", "text/html"}
+    assert "tiny-llama" in shown["text/plain"] and "<svg" in shown["text/html"]
+    assert "<script" not in shown["text/html"]
+
+
+def test_a_second_workbench_of_the_same_name_closes_the_first() -> None:
+    first = make_bench(name="twice")
+    second = make_bench(name="twice")
+    assert first.closed and not second.closed
+    with pytest.raises(EngineDeadError, match="closed"):
+        first.set(queue_depth=1)
+    second.close()
+    second.close()
+
+
+def test_a_dead_engine_is_reported_everywhere_and_closes_cleanly() -> None:
+    bench = make_bench(name="doomed")
+    bench.start()
+    bench.wait(tokens=3)
+
+    def explode() -> None:
+        raise EngineDeadError("the engine has stopped: on purpose")
+
+    bench.driver.call(explode)
+    until(lambda: bench.view.state == "failed")
+    with pytest.raises(EngineDeadError, match="on purpose"):
+        bench.set(queue_depth=1)
+    with pytest.raises(EngineDeadError, match="on purpose"):
+        bench.check()
+    bench.close()
+
+
+def test_the_engine_may_run_in_a_child_process() -> None:
+    with make_bench(name="child", engine="process") as bench:
+        bench.start()
+        bench.wait(requests=2)
+        assert bench.set(runner="v1").state == "applied"
+        assert len(bench.inspect(2).steps) == 2
+        assert until(lambda: bench.trace) is not None
+        until(lambda: bench.metrics()["tok_s"]["p50"])
+        bench.check()
+
+
+def test_places_and_names_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match="legal values"):
+        make_bench(engine="cloud")
+    with pytest.raises(ConfigError, match="pack="):
+        make_bench(load="poems")
