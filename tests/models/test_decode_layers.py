@@ -12,6 +12,7 @@ from models.paged_harness import PagedHarness
 from mrv2_kernels.gemm import LIBRARY, LinearPlan, ProductPicks
 from mrv2_kernels.gemm.picks import Pick
 from mrv2_models.causal_lm import CausalLM
+from mrv2_models.drafters.loading import random_head
 from mrv2_models.layers import Linear, share_workspace
 from mrv2_models.registry import load_model
 
@@ -43,6 +44,23 @@ def test_fused_layers_compute_what_separate_kernels_do(preset: str, monkeypatch:
 
     monkeypatch.setattr(mrv2_models.layers, "silu_and_mul", for_prompts)
     torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_layer_that_drafts_may_fuse_too() -> None:
+    target = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
+    head = random_head("mtp", target)
+    harness = PagedHarness(target)
+    batch = harness.batch({"a": [5], "b": [6]})
+    torch.manual_seed(0)
+    features = torch.randn(2, target.config.hidden_size, dtype=torch.float64)
+    results = []
+    for picks in (ProductPicks(), ProductPicks((2,), (Pick(LIBRARY, GEMV),))):
+        for each in head.modules():
+            if isinstance(each, Linear):
+                each.picks = picks
+        inputs = (batch.input_ids, features, batch.positions, harness.state.prepare_attn(batch), harness.kv_caches[0])
+        results.append(head(*inputs))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("index", range(4))
