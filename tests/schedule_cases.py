@@ -23,7 +23,21 @@ RUNNER_MODES = [("v2", mode) for mode in MODES] + [("v1", mode) for mode in MODE
 # an exact number of blocks, one less, one more, and lengths around the chunk sizes
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 90)
 MAX_TOKENS = 18
-MAX_DRAFTS = 4
+MAX_DRAFTS = 8
+NUM_DRAFTS = (0, 1, 2, 4, 8)
+# over few tokens, so that drafts do meet what is penalised, forbidden or budgeted
+FEW = tuple(range(40, 48))
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 1.2, "presence_penalty": 0.4, "allowed_token_ids": FEW},
+    {"repetition_penalty": 1.7},
+    {"bad_words": [[a, b] for a in FEW[:5] for b in FEW[::2]], "allowed_token_ids": FEW},
+    {"logit_bias": {FEW[0]: 5.0, FEW[1]: 5.5}, "top_k": 7, "min_p": 0.02},
+    {"thinking_token_budget": 2, "thinking_start": [40], "thinking_end": [44, 45], "allowed_token_ids": FEW},
+    {"logprobs": 2, "top_p": 0.8, "frequency_penalty": 0.5},
+)
+# drafters that are loaded, and how; a draft model that is the target is accepted in long runs
+SPECULATORS = {"draft_model": "draft_model=tiny-llama", "eagle3": "eagle3", "mtp": "mtp", "suffix": "suffix"}
+DRAFTERS = ("none", "ngram", "knowing", *SPECULATORS)
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,12 @@ class Request:
     priority: int
     arrives: int
     aborted_at: int | None
+    # index into `FEATURES`, or None
+    features: int | None = None
+
+    @property
+    def sampling(self) -> tuple[tuple[str, Any], ...]:
+        return () if self.features is None else tuple(FEATURES[self.features].items())
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,10 @@ class Case:
     axes: dict[str, Any]
     requests: tuple[Request, ...]
 
+    @property
+    def drafts_on_v1(self) -> bool:
+        return self.axes["runner"] == "v1" and self.axes["drafter"] != "none"
+
     def knobs(self) -> Knobs:
         mode = self.axes["mode"]
         return Knobs(
@@ -54,10 +78,19 @@ class Case:
             async_scheduling=mode != "sync",
             queue_depth=1 if mode == "sync" else int(mode[-1]),
             output_copy=self.axes["output_copy"],
-            spec_method="off" if self.axes["drafter"] == "none" else "ngram",
+            spec_method={"none": "off", "knowing": "ngram"}.get(self.axes["drafter"], self.axes["drafter"]),
+            draft_sampling=("greedy", "sampled")[self.seed // 3 % 2],
             num_spec_tokens=self.axes["num_drafts"],
+            verification="token_exact" if self.drafts_on_v1 else self.axes["verification"],
             cuda_graphs=self.axes["cuda_graphs"],
         )
+
+
+def draw_drafter(seed: int, runner: str, mode: str) -> str:
+    if runner == "v1":
+        # v1 looks drafts up on the host, step by step
+        return ("none", "ngram")[seed % 2] if mode == "sync" else "none"
+    return DRAFTERS[(seed + seed // 7) % len(DRAFTERS)]
 
 
 def draw_case(seed: int) -> Case:
@@ -81,8 +114,10 @@ def draw_case(seed: int) -> Case:
         "switches": pick((False, True)),
         "shared_prefixes": pick((False, True)),
         "output_copy": pick(("side_stream", "main_stream")),
-        "drafter": pick(("none", "ngram", "knowing")) if runner == "v2" else "none",
-        "num_drafts": int(rng.integers(0, MAX_DRAFTS + 1)),
+        "drafter": draw_drafter(seed, runner, mode),
+        "num_drafts": NUM_DRAFTS[(seed + seed // 11) % len(NUM_DRAFTS)],
+        # verification by probabilities keeps the tokens of greedy requests
+        "verification": pick(("token_exact", "standard", "block")),
         "cuda_graphs": ("model", "step")[seed // 5 % 2],
     }
     requests = []
@@ -91,13 +126,14 @@ def draw_case(seed: int) -> Case:
         requests.append(
             Request(
                 prompt=tuple(random_prompt(family, 90)[: pick(LENGTHS)]),
-                temperature=pick((0.0, 0.7, 1.0)),
+                temperature=0.0 if axes["verification"] != "token_exact" else pick((0.0, 0.7, 1.0)),
                 seed=int(rng.integers(4)),
                 max_tokens=int(rng.integers(1, MAX_TOKENS + 1)),
                 stop_at=int(rng.integers(MAX_TOKENS)) if rng.random() < 0.3 else None,
                 priority=int(rng.integers(3)) if axes["policy"] == "priority" else 0,
                 arrives=int(rng.integers(12)),
                 aborted_at=int(rng.integers(30)) if axes["aborts"] and rng.random() < 0.4 else None,
+                features=int(rng.integers(len(FEATURES))) if rng.random() < 0.3 else None,
             )
         )
     return Case(seed, axes, tuple(requests))
@@ -105,11 +141,22 @@ def draw_case(seed: int) -> Case:
 
 def expected_tokens(request: Request, options: tuple[tuple[str, Any], ...]) -> tuple[list[int], int | None]:
     """Return what the request yields alone, and its stop token."""
-    full = alone(request.prompt, request.temperature, request.seed, MAX_TOKENS, options=options)
+    full = whole_text(request, options)
     if request.stop_at is None:
         return full[: request.max_tokens], None
     stop = full[request.stop_at]
     return full[: full.index(stop) + 1][: request.max_tokens], stop
+
+
+def whole_text(request: Request, options: tuple[tuple[str, Any], ...]) -> list[int]:
+    return alone(
+        request.prompt,
+        request.temperature,
+        request.seed,
+        MAX_TOKENS,
+        options=options,
+        sampling=repr(sorted(dict(request.sampling).items())),
+    )
 
 
 class KnowingSpeculator:
@@ -132,11 +179,24 @@ class KnowingSpeculator:
             state.draft_tokens[row] = torch.tensor(drafts + [-1] * (width - len(drafts)))
 
 
+def pick_verification(rng: np.random.Generator, axes: dict[str, Any]) -> str:
+    kinds = ("token_exact",) if axes["verification"] == "token_exact" else ("token_exact", "standard", "block")
+    return kinds[int(rng.integers(len(kinds)))]
+
+
 def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, Any]:
-    if axes["drafter"] != "none":
+    if axes["drafter"] != "none" and axes["runner"] == "v1":
         return {
+            "runner": ("v1", "v2")[int(rng.integers(2))],
             "spec_method": ("off", "ngram")[int(rng.integers(2))],
             "num_spec_tokens": int(rng.integers(0, MAX_DRAFTS + 1)),
+        }
+    if axes["drafter"] != "none":
+        methods = ("off", "ngram", *(m for m in SPECULATORS if m == axes["drafter"]))
+        return {
+            "spec_method": methods[int(rng.integers(len(methods)))],
+            "num_spec_tokens": int(rng.integers(0, MAX_DRAFTS + 1)),
+            "verification": pick_verification(rng, axes),
             "async_scheduling": bool(rng.integers(2)),
             "queue_depth": int(rng.integers(1, 5)),
         }
@@ -172,11 +232,12 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
         knobs=case.knobs(),
         max_num_spec_tokens=MAX_DRAFTS,
         ngram_min=1,
+        speculators=tuple(entry for method, entry in SPECULATORS.items() if method == axes["drafter"]),
         **options,
     )
     knowing = KnowingSpeculator(case.seed)
     if axes["drafter"] == "knowing":
-        core.executor.runner.speculation.speculators["ngram"] = knowing  # type: ignore[attr-defined]
+        core.executor.runner.drafting.speculators["ngram"] = knowing  # type: ignore[attr-defined]
     collector = Collector(core)
     expected = {}
     try:
@@ -186,9 +247,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
                 name = f"r{index}"
                 if request.arrives == turn:
                     expected[name], stop = expected_tokens(request, tuple(options.items()))
-                    whole = alone(
-                        request.prompt, request.temperature, request.seed, MAX_TOKENS, options=tuple(options.items())
-                    )
+                    whole = whole_text(request, tuple(options.items()))
                     knowing.sequences.append([*request.prompt, *whole])
                     params = SamplingParams(
                         temperature=request.temperature,
@@ -196,6 +255,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
                         max_tokens=request.max_tokens,
                         stop_token_ids=[] if stop is None else [stop],
                         ignore_eos=True,
+                        **dict(request.sampling),
                     )
                     collector.submit(name, list(request.prompt), params, priority=request.priority)
                 if request.aborted_at == turn:
@@ -208,9 +268,10 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
         check_outputs(case, collector, expected)
         core.scheduler.check()
         assert core.snapshot().kv_blocks_used == 0, "blocks are held after the last request"
-        assert set(device.waits) <= {"output", "v1: to_list", "v1: prepare_inputs barrier", "graph capture"}, (
-            device.waits
-        )
+        # v1 waits for whatever its features need; v2 for nothing but its output
+        v2_waits = {reason for reason in device.waits if not reason.startswith("v1: ")}
+        assert v2_waits <= {"output", "graph capture"}, device.waits
+        assert v2_waits == set(device.waits) or axes["runner"] == "v1" or axes["switches"], device.waits
         check_wasted_steps(case, core.scheduler.stats.num_wasted_steps)
     finally:
         core.shutdown()

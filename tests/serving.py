@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -50,6 +51,12 @@ class Served:
         self.outputs.append(output)
 
 
+def logprobs_of(served: Served) -> list[tuple[list[int], int, list[float]]]:
+    """Return ids, rank and log-probabilities of every generated position."""
+    rows = [row for output in served.outputs for row in output.logprobs or []]
+    return [(row.token_ids, row.sampled_rank, row.logprobs) for row in rows]
+
+
 class Collector:
     """Steps an engine and sorts its outputs by request."""
 
@@ -96,8 +103,12 @@ def alone(
     seed: int,
     num_tokens: int,
     options: tuple[tuple[str, object], ...] = (),
+    sampling: str = "[]",
 ) -> list[int]:
-    """Return what a request yields with the engine to itself: synchronous, one row, no cache, no chunks."""
+    """Return what a request yields with the engine to itself: synchronous, one row, no cache, no chunks.
+
+    `sampling` holds further parameters as the text of a list of pairs, which a cache can compare.
+    """
     core = make_core(
         **dict(options),  # type: ignore[arg-type]
         max_num_seqs=1,
@@ -105,5 +116,6 @@ def alone(
         enable_prefix_caching=False,
         knobs=Knobs(async_scheduling=False, cuda_graphs="off"),
     )
-    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
+    fields = {"temperature": temperature, "seed": seed, "max_tokens": num_tokens, "ignore_eos": True}
+    params = SamplingParams(**(fields | dict(literal_eval(sampling))))
     return serve(core, {"alone": (list(prompt), params)})["alone"].token_ids

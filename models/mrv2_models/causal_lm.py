@@ -118,6 +118,8 @@ class CausalLM(nn.Module):
         self.dtype, self.device, self.shard = place.dtype, place.device, place.shard
         # positions that the rotary table covers, in tokens
         self.max_model_len = cos_sin.shape[0]
+        # numbers of layers after which the residual stream is tapped, for a drafter
+        self.aux_layer_ids: tuple[int, ...] = ()
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, place)
         self.layers = nn.ModuleList(
             DecoderLayer(config, self.attention_cls(config, cos_sin, place), place)
@@ -147,12 +149,33 @@ class CausalLM(nn.Module):
         attn: AttentionMetadata,
         # one (k_cache, v_cache) per layer
         kv_caches: Sequence[LayerCache],
+        # [T, len(aux_layer_ids) * H], out
+        aux_hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the step's keys and values and return the final normalised hidden states ``[T, H]``."""
+        """Write the step's keys and values and return the final normalised hidden states ``[T, H]``.
+
+        `aux_hidden` receives the residual stream after ``aux_layer_ids[i]`` layers, side by side.
+        """
         x, residual = self.embed(input_ids), None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        self._tap(0, x, residual, aux_hidden)
+        for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True), 1):
             x, residual = layer(x, residual, positions, attn, kv_cache)
+            self._tap(index, x, residual, aux_hidden)
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+
+    # x, residual [T, H], aux_hidden [T, taps * H]
+    def _tap(
+        self, num_done: int, x: torch.Tensor, residual: torch.Tensor | None, aux_hidden: torch.Tensor | None
+    ) -> None:
+        if aux_hidden is None or num_done not in self.aux_layer_ids:
+            return
+        taps = aux_hidden.view(x.shape[0], len(self.aux_layer_ids), x.shape[1])
+        for place, wanted in enumerate(self.aux_layer_ids):
+            if wanted == num_done:
+                if residual is None:
+                    taps[:, place].copy_(x)
+                else:
+                    torch.add(x, residual, out=taps[:, place])
 
     # hidden [N, H] -> [N, V]
     @torch.no_grad()

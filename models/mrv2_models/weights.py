@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +31,14 @@ MAX_CPU_RANDOM = 256_000_000
 # attention of a random model must depend on its context, or greedy decoding repeats one token for ever
 RANDOM_GAIN = {"q_proj": 2.5, "k_proj": 2.5, "q_norm": 2.0, "k_norm": 2.0, "o_proj": 2.0}
 MAX_LISTED = 8
+
+
+class WeightedModule(Protocol):
+    """Says which checkpoint tensors it is made of, and on which device it lives."""
+
+    device: torch.device
+
+    def weight_sources(self) -> Iterator[WeightSource]: ...
 
 
 class Checkpoint:
@@ -69,6 +77,17 @@ class Checkpoint:
             return stored[source.keep]
         except SafetensorError as error:
             raise ModelFileError(f"{path}: tensor {source.name!r} cannot be read: {error}") from error
+
+    def read_ids(self, name: str) -> torch.Tensor:
+        """Return a whole tensor of int64 numbers, on the CPU."""
+        path = self._file_of[name]
+        try:
+            values = self._handle(path).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelFileError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+        if values.dtype != torch.int64:
+            raise ModelFileError(f"{path}: tensor {name!r} is stored as {values.dtype}; legal is int64")
+        return values
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
@@ -125,7 +144,7 @@ def load_weights(model: CausalLM, folder: str | Path) -> None:
 
 
 @torch.no_grad()
-def fill_random(model: CausalLM, seed: int) -> None:
+def fill_random(model: WeightedModule, seed: int) -> None:
     """Fill every parameter with random numbers that depend on `seed` and the tensor's name only.
 
     Ranks of a sharded model draw the whole tensor and keep their part; all dtypes round the same float32

@@ -58,6 +58,8 @@ def random_knobs(rng: np.random.Generator) -> dict[str, Any]:
         "async_scheduling": bool(rng.random() < 0.8),
         "queue_depth": int(rng.integers(1, 5 if runner == "v2" else 3)),
         "grammar_overlap": ("deferred", "deferred", "blocking")[int(rng.integers(3))],
+        "spec_method": ("off", "ngram")[int(rng.integers(2))] if runner == "v2" else "off",
+        "num_spec_tokens": int(rng.integers(0, 5)),
     }
 
 
@@ -72,6 +74,8 @@ def run_case(folder: Path, seed: int) -> int:
         make_device("host", poison=True, random_delay_s=0.001 if delays else 0.0, seed=seed),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=48,
+        max_num_spec_tokens=4,
+        ngram_min=1,
         num_gpu_blocks=(1 + 7 + int(rng.integers(3))) if tight else 100,
         enable_prefix_caching=bool(rng.integers(2)),
         knobs=Knobs(**random_knobs(rng)),
@@ -102,7 +106,9 @@ def run_case(folder: Path, seed: int) -> int:
             assert CONSTRAINTS[number % len(CONSTRAINTS)].accepts(text_of(served.token_ids)), where
     core.scheduler.check()
     assert core.snapshot().kv_blocks_used == 0, "blocks are held after the last request"
-    assert set(core.device.waits) <= {"output", "v1: to_list", "v1: prepare_inputs barrier"}, core.device.waits
+    assert set(core.device.waits) <= {"output", "drafts", "v1: to_list", "v1: prepare_inputs barrier"}, (
+        core.device.waits
+    )
     preemptions = core.scheduler.stats.num_preemptions
     core.shutdown()
     return preemptions

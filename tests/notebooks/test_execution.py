@@ -1,4 +1,4 @@
-"""Every notebook of the workshop runs once from top to bottom in a fresh kernel, its exercises solved."""
+"""Every notebook of the workshop runs from top to bottom, once, in a fresh kernel, its exercises solved."""
 
 from __future__ import annotations
 

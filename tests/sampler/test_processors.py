@@ -17,6 +17,7 @@ from mrv2.processors import FrequencyCap, GreenList
 from mrv2.processors.green_list import green_score
 from mrv2.runner.protocol import RowSampling
 from sampler.cases import Requests
+from schedule_cases import KnowingSpeculator
 from serving import Collector, Served, make_core, random_prompt, serve
 
 MODES = {"sync": Knobs(async_scheduling=False), "depth 2": Knobs(queue_depth=2), "depth 4": Knobs(queue_depth=4)}
@@ -49,6 +50,22 @@ class Fragile(LogitsProcessor):
         logits[:, 7] = 50.0
 
 
+class Picky(LogitsProcessor):
+    """Raises in a row whose last token is 8."""
+
+    argument = "picky"
+
+    def validate(self, params: SamplingParams) -> None:
+        pass
+
+    def add_request(self, row: int, params: RowSampling) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> None:
+        if bool(((ctx.last_tokens() == 8) & ctx.used).any()):
+            raise RuntimeError("eight is too many")
+
+
 def run(requests: Requests, mode: str = "depth 2", **options: Any) -> dict[str, Served]:
     device = make_device("host", poison=True, random_delay_s=0.0005)
     processors = (GreenList, FrequencyCap, Fragile)
@@ -76,6 +93,32 @@ def test_an_error_ends_its_request_and_leaves_the_neighbours_alone(mode: str, pl
     for name in ("plain", "late"):
         core = make_core(max_num_seqs=1, knobs=MODES["sync"])
         assert served[name].token_ids == serve(core, {name: requests[name]})[name].token_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plug_ins_see_the_drafts_before_each_position(mode: str) -> None:
+    """A cap that counts, and one that fails once a certain token stands before the row: as without drafts."""
+    prompts = {f"r{i}": random_prompt(20 + i, 6) for i in range(3)}
+    args: tuple[dict[str, Any], ...] = ({"frequency_cap": 2}, {"picky": 1}, {})
+    requests = {
+        name: (prompt, with_args(**arg).replace(allowed_token_ids=[3, 4, 5, 6, 8, 9, 10, 11]))
+        for (name, prompt), arg in zip(prompts.items(), args, strict=True)
+    }
+    options: dict[str, Any] = {"logits_processors": (FrequencyCap, Picky)}
+    plain = serve(make_core(knobs=MODES["sync"], **options), requests)
+    knobs = MODES[mode].with_changes(spec_method="ngram", num_spec_tokens=3)
+    core = make_core(knobs=knobs, max_num_spec_tokens=3, **options)
+    knowing = KnowingSpeculator(1)
+    # what would have come behind the failure as well
+    knowing.sequences = [prompt + plain[name].token_ids + [9, 9, 9] for name, prompt in prompts.items()]
+    core.executor.runner.drafting.speculators["ngram"] = knowing  # type: ignore[attr-defined]
+    fast = serve(core, requests)
+    assert sum(core.scheduler.stats.num_accepted) > 0
+    for name in requests:
+        assert fast[name].token_ids == plain[name].token_ids, name
+        ends = [(served[name].finish_reason, served[name].stop_reason) for served in (fast, plain)]
+        assert ends[0] == ends[1], name
+    assert plain["r1"].finish_reason == "error" and len(plain["r1"].token_ids) > 1
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mrv2.errors import ConfigError, nearest
+from mrv2.speculators import LOADED_METHODS, MODEL_METHODS, parse_speculators
 
 EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes the output
 # values of the knob `sampler` that draw the same tokens, as does runner v1
@@ -48,10 +49,13 @@ class Knobs:
         "off: the host lane's forward stage grows to the sum of its launches. step: one step_graph stage in the main "
         "lane, and a short execute_model above it. Without CUDA only 'step' has an effect: the same stage, no graph.",
     )
-    spec_method: Literal["off", "ngram"] = _knob(
+    spec_method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = _knob(
         "off",
         "T",
-        "Who drafts tokens for the target to verify: 'ngram' looks up what followed the request's own suffix.",
+        "Who drafts tokens for the target to verify. 'ngram' looks up what followed the request's own suffix; the "
+        "others must be loaded with `speculators`: 'suffix' looks for longer matches, also in recent requests; "
+        "'draft_model' is a smaller language model, 'eagle3' and 'mtp' are heads on the target's hidden states. "
+        "Switched on, a draft model first reads what running requests hold; for a head they are recomputed once.",
         "The draft stage behind post_update, and how many steps a request needs.",
     )
     num_spec_tokens: int = _knob(
@@ -60,6 +64,30 @@ class Knobs:
         "Drafts per request and step; at most max_num_spec_tokens, which is fixed at load.",
         "A longer forward stage against fewer steps.",
         tuple(range(9)),
+    )
+    adaptive_drafts: bool = _knob(
+        False,
+        "T",
+        "Choose the drafts of each step, from none to num_spec_tokens, by how many were accepted lately: those that "
+        "bring the most tokens for their cost (draft_cost at load).",
+        "Draft stages that vanish, and forwards that get shorter, while drafts are refused.",
+    )
+    verification: Literal["token_exact", "standard", "block", "synthetic"] = _knob(
+        "token_exact",
+        "D",
+        "When a draft is accepted. token_exact: if it is the token that the target itself draws there, so that a "
+        "request says the same with drafts and without. standard: with the probability that keeps the target's "
+        "distribution (rejection sampling). block: the same for the drafts of a step together, which accepts at least "
+        "as many. synthetic: by the rates given at load, whatever the target says; a benchmark, not a text.",
+        "The verify stage, and the mean accepted length; synthetic shows what a better drafter would bring.",
+    )
+    draft_sampling: Literal["greedy", "sampled"] = _knob(
+        "greedy",
+        "T",
+        "How drafters with weights choose drafts: the likeliest tokens, or draws with the request's temperature, "
+        "top-k, top-p and min-p. With verification='token_exact' the draws share the target's noise, so that random "
+        "requests agree more often; otherwise they have their own and the probabilities go to the verification.",
+        "Acceptance of requests with a temperature, against a longer draft stage.",
     )
     output_copy: Literal["side_stream", "main_stream"] = _knob(
         "side_stream",
@@ -103,16 +131,29 @@ class Knobs:
             )
 
         if self.runner == "v1" and self.spec_method != "off":
-            raise ConfigError(
-                f"runner='v1' does not speculate: spec_method={self.spec_method!r} needs runner='v2', "
-                "or set spec_method='off'"
-            )
+            self._check_v1_speculation()
 
         if self.runner == "v1" and self.sampler not in SAME_TOKEN_SAMPLERS:
             raise ConfigError(
                 f"runner='v1' cannot draw the tokens of sampler={self.sampler!r}: set sampler='softmax_race', which is "
                 "what it does, or one that draws the same tokens, or runner='v2'"
             )
+
+    def _check_v1_speculation(self) -> None:
+        """V1 looks drafts up and verifies them on the host, in lists of tokens."""
+        given = (("spec_method", "ngram"), ("async_scheduling", False), ("verification", "token_exact"))
+        why = {
+            "spec_method": "the other drafters work on the device, behind post_update, which v1 does not have",
+            "async_scheduling": "the drafts of a step are looked up in the tokens of the one before, which the host "
+            "must have",
+            "verification": "the tokens that come back are compared with the drafts, no probabilities",
+        }
+        for name, needed in given:
+            if getattr(self, name) != needed:
+                raise ConfigError(
+                    f"runner='v1' drafts only with {name}={needed!r}, not {getattr(self, name)!r}: {why[name]}; set "
+                    f"{name}={needed!r}, runner='v2' or spec_method='off'"
+                )
 
     @property
     def drafting(self) -> bool:
@@ -121,6 +162,8 @@ class Knobs:
 
     def promises_tokens_of(self, other: Knobs) -> bool:
         """Say whether both settings give a request the same tokens, and not just the same distribution."""
+        if any(knobs.drafting and knobs.verification != "token_exact" for knobs in (self, other)):
+            return False
         return self.sampler == other.sampler or {self.sampler, other.sampler} <= set(SAME_TOKEN_SAMPLERS)
 
     @property
@@ -178,9 +221,23 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     # most drafts a request may get in a step: 0 = the engine cannot speculate
     max_num_spec_tokens: int = 0
+    # drafters to load, each "method" or "method=model" (`mrv2.speculators`)
+    speculators: tuple = ()
+    # ended requests in whose texts spec_method="suffix" looks, too
+    suffix_documents: int = 64
+    # refuse a draft head that was trained on other weights than the target's, instead of warning
+    strict_speculators: bool = False
+    # keep memory for the probabilities of sampled drafts, which verification by 'standard' and 'block' needs
+    draft_probabilities: bool = True
     # shortest and longest suffix that spec_method="ngram" looks for, in tokens
     ngram_min: int = 2
     ngram_max: int = 4
+    # what one more draft takes of a decode step, for adaptive_drafts
+    draft_cost: float = 0.08
+    # verification="synthetic" may be chosen: what the engine says then means nothing
+    benchmark: bool = False
+    # how often draft 1, 2, ... is accepted after those before it, for verification="synthetic"
+    synthetic_acceptance: tuple = ()
     # library for structured outputs: "auto" = loaded by the first request that needs it, "xgrammar" = at once
     grammar_backend: Literal["auto", "xgrammar"] = "auto"
     # classes, or texts "module:Class", beside those of installed packages (`mrv2.logits_processor`)
@@ -204,6 +261,13 @@ class EngineConfig:
             raise ConfigError(
                 f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must satisfy 1 <= min <= max <= 16"
             )
+        parse_speculators(self.speculators)
+        if not 1 <= self.suffix_documents <= 1024:
+            raise ConfigError(f"suffix_documents={self.suffix_documents} must be in 1..1024")
+        if not 0.0 <= self.draft_cost <= 1.0:
+            raise ConfigError(f"draft_cost={self.draft_cost} must be between 0 and 1, a share of a decode step")
+        if not all(0.0 <= rate <= 1.0 for rate in self.synthetic_acceptance):
+            raise ConfigError(f"synthetic_acceptance={self.synthetic_acceptance} must be rates between 0 and 1")
         self.check_knobs(self.knobs)
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be at least 0, or -1 (the whole vocabulary)")
@@ -221,8 +285,33 @@ class EngineConfig:
 
     def check_knobs(self, knobs: Knobs) -> None:
         """Raise `ConfigError` if `knobs` ask for more than was loaded."""
+        method, loaded = knobs.spec_method, parse_speculators(self.speculators)
+        if method in LOADED_METHODS and method not in loaded:
+            raise ConfigError(
+                f"spec_method={method!r}: the engine was loaded with speculators={self.speculators!r}, which keeps no "
+                f"memory for it; load it with speculators=({method!r},), or with a model as '{method}=MODEL'"
+            )
         if knobs.spec_method != "off" and knobs.num_spec_tokens > self.max_num_spec_tokens:
             raise ConfigError(
                 f"spec_method={knobs.spec_method!r} with num_spec_tokens={knobs.num_spec_tokens}: the engine was "
                 f"loaded with max_num_spec_tokens={self.max_num_spec_tokens}; load it with more, or draft less"
             )
+        by_probability = knobs.verification in ("standard", "block")
+        if method in MODEL_METHODS and knobs.draft_sampling == "sampled" and by_probability:
+            if not self.draft_probabilities:
+                raise ConfigError(
+                    f"draft_sampling='sampled' with verification={knobs.verification!r} needs the probabilities of "
+                    "every draft, the engine was loaded with draft_probabilities=False, which keeps no memory for "
+                    "them; load it without, or choose draft_sampling='greedy' or verification='token_exact'"
+                )
+        if knobs.verification == "synthetic":
+            if not self.benchmark:
+                raise ConfigError(
+                    "verification='synthetic' accepts drafts by chance and not by the target: load the engine with "
+                    "benchmark=True and synthetic_acceptance, or choose 'token_exact', 'standard' or 'block'"
+                )
+            if len(self.synthetic_acceptance) < knobs.num_spec_tokens:
+                raise ConfigError(
+                    f"verification='synthetic' with num_spec_tokens={knobs.num_spec_tokens} needs a rate for every "
+                    f"draft, the engine was loaded with synthetic_acceptance={self.synthetic_acceptance}"
+                )

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.errors import ConfigError, nearest
+from mrv2.speculators import LOADED_METHODS
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
@@ -74,8 +75,10 @@ _SPECULATIVE_KEYS = {
     "num_speculative_tokens": ("num_spec_tokens", "max_num_spec_tokens"),
     "prompt_lookup_min": ("ngram_min",),
     "prompt_lookup_max": ("ngram_max",),
+    "model": (),
 }
-_SPECULATIVE_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram"}
+# vLLM's names of methods -> ours
+_SPECULATIVE_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", **{name: name for name in LOADED_METHODS}}
 
 
 def _speculative_options(value: Any) -> dict[str, Any]:
@@ -97,7 +100,12 @@ def _speculative_options(value: Any) -> dict[str, Any]:
         )
     if "num_speculative_tokens" not in value:
         raise ConfigError("speculative_config needs num_speculative_tokens, the drafts of a request in a step")
-    return options | {"spec_method": _SPECULATIVE_METHODS[method]}
+    model, name = value.get("model"), _SPECULATIVE_METHODS[method]
+    if name in LOADED_METHODS:
+        options["speculators"] = [name if model is None else f"{name}={model}"]
+    elif model is not None:
+        raise ConfigError(f"speculative_config model={model!r}: method {method!r} has no model; leave it out")
+    return options | {"spec_method": name}
 
 
 def _structured_outputs_config(value: Any) -> str | None:
@@ -120,7 +128,26 @@ def _logits_processors(value: Any) -> tuple[Any, ...] | None:
     return tuple(value) or None
 
 
+def _speculators(value: Any) -> tuple[str, ...] | None:
+    """A text with commas, or a list of texts ``method`` or ``method=model``."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"speculators={value!r} must be a list of texts 'method' or 'method=model'")
+    return tuple(value) or None
+
+
+def _rates(value: Any) -> tuple[float, ...]:
+    """A list of numbers, or a text ``0.9,0.8``."""
+    try:
+        return tuple(float(rate) for rate in (value.split(",") if isinstance(value, str) else value))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"synthetic_acceptance={value!r} must be a list of rates, as 0.9,0.8,0.6") from error
+
+
 _RENAMED = {
+    "speculators": Option("speculators", _speculators),
+    "synthetic_acceptance": Option("synthetic_acceptance", _rates),
     "logits_processors": Option("logits_processors", _logits_processors),
     "num_gpu_blocks_override": Option("num_gpu_blocks"),
     "enforce_eager": Option("knobs.cuda_graphs", _enforce_eager),
@@ -201,6 +228,9 @@ def build_config(model: str, **options: Any) -> EngineConfig:
     if knobs.spec_method != "off":
         # who asks for drafts at load has said how many
         load_time.setdefault("max_num_spec_tokens", knobs.num_spec_tokens)
+    if knobs.spec_method in LOADED_METHODS:
+        # ... and who drafts
+        load_time.setdefault("speculators", (knobs.spec_method,))
     return EngineConfig(model=model, knobs=knobs, **load_time)
 
 

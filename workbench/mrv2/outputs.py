@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from mrv2.engine.messages import FinishReason
+from mrv2.engine.messages import DraftCounts, FinishReason
 
 
 @dataclass(slots=True)
@@ -50,6 +50,8 @@ class RequestMetrics:
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
+    # drafts of the sequences that have ended: acceptance by position, mean accepted length, wasted ones
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def first_token_latency(self) -> float:

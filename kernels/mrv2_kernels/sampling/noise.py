@@ -9,6 +9,9 @@ A 32-bit Murmur3 hash of the words seed_low, seed_high, position, token gives r.
 Large g comes from u -> 0, where floating point is dense, so the rare tail is kept: u is assembled
 from two exact 16-bit halves, and ``1 - u`` likewise from the halves of ~r.  float64 appends the top
 21 bits of a second hash to r, so that float32 noise is the rounding of float64 noise.
+
+Draws of different purpose must not share noise.  A vocabulary is smaller than 2^24, so that the upper bits
+of the token's word name the purpose: none for the target's own draws, 1 << 24 for its blocks, and those below.
 """
 
 from __future__ import annotations
@@ -27,6 +30,13 @@ _SECOND_DOMAIN = 0x3C6EF372
 _C1, _C2, _C3 = 0xCC9E2D51, 0x1B873593, 0xE6546B64
 _F1, _F2 = 0x85EBCA6B, 0xC2B2AE35
 _NUM_BYTES = 16
+# added to the token's word: whether a draft is accepted (plus its index in the step), the draw that replaces a
+# rejected one, and the draw of draft k (0, 1, ...) under verification by probabilities, (1 + k) * DRAFT_DOMAIN.
+# The index keeps steps apart that verify, or draft, at one position: a discarded draw must not be seen again.
+# Kernels spell these numbers out too.
+ACCEPT_DOMAIN = 1 << 25
+RECOVER_DOMAIN = 1 << 26
+DRAFT_DOMAIN = 1 << 27
 
 
 @triton.jit
@@ -85,6 +95,12 @@ def exponential_fp32(seed, position, token):
     series = series * u + 0.5
     series = series * u + 1.0
     return tl.where(u < 0.25, series * u, -tl.log(_unit_fp32(_complement(r))))
+
+
+@triton.jit
+def uniform_fp32(seed, position, token):
+    """Return u in (0, 1], float32; arguments as for `exponential_fp32`."""
+    return _unit_fp32(_hash(seed, position, token, 0))
 
 
 @triton.jit
@@ -199,6 +215,18 @@ def gumbel_noise_of_torch(
     noise = torch.empty(seeds.shape[0], tokens.shape[1], dtype=dtype, device=seeds.device)
     _exponential_into(noise, seeds, positions, tokens)
     return noise.log_().neg_()
+
+
+def uniform_torch(
+    # [N] int64
+    seeds: torch.Tensor,
+    # [N] int32
+    positions: torch.Tensor,
+    # [N, W] or [1, W] int32
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Return u [N, W] float32 in (0, 1]."""
+    return _unit_fp32_torch(_hash_torch(seeds, positions, tokens, _FIRST_DOMAIN))
 
 
 def _signed(word: int) -> int:

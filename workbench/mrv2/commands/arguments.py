@@ -20,6 +20,7 @@ _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "max_model_len": (int, "longest prompt and output together, in tokens"),
     "max_num_seqs": (int, "requests in a step at most"),
     "max_num_spec_tokens": (int, "drafts a request may get in a step, for which memory is kept"),
+    "speculators": (str, "drafters to load, as in eagle3,draft_model=NAME (ngram needs no loading)"),
     "ngram_min": (int, "shortest suffix that n-gram drafting looks for"),
     "ngram_max": (int, "longest suffix that n-gram drafting looks for"),
     "max_num_batched_tokens": (int, "tokens in a step at most"),
@@ -49,7 +50,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, without: Sequence[str] 
     for name, (kind, text) in _ENGINE_FLAGS.items():
         if name in without:
             continue
-        default = f" (default: {defaults[name]})" if defaults[name] is not None else ""
+        default = f" (default: {defaults[name]})" if defaults[name] not in (None, ()) else ""
         metavar = {str: "NAME", int: "N", float: "X"}[kind]
         group.add_argument(flag(name), type=kind, default=None, metavar=metavar, help=_escape(text + default))
 

@@ -197,11 +197,52 @@ def _project(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
     return _finish(record, report(projected, config.name), record, record_path)
 
 
+def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench.speculation import QUESTIONS, headline, loaded_methods, make_record, measure_speculation, report
+    from mrv2.commands.generate import DEFAULT_MODEL
+    from mrv2.engine.core import EngineCore
+    from mrv2.options import build_config
+    from mrv2.tokenizer import Tokenizer
+    from mrv2_models.drafters.loading import shipped_head_of
+    from mrv2_models.registry import resolve_model
+
+    model = args.model or DEFAULT_MODEL
+    note_loading(model)
+    with _device(options) as device:
+        found = resolve_model(model)
+        if found.folder is None:
+            raise ConfigError(f"--speculation needs the tokenizer of a model with weights; {model} has none")
+        if "speculators" not in options:
+            heads = [method for method in ("eagle3", "mtp") if shipped_head_of(method, model) is not None]
+            options["speculators"] = ["suffix", f"draft_model={model}", *heads]
+        is_gpu = device.type == "cuda"
+        scale = args.scale or 1
+        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 2048}
+        sizes["max_num_spec_tokens"] = options.get("num_spec_tokens", 3)
+        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        tokenizer = Tokenizer.from_folder(found.folder)
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        num_tokens = max(8, (256 if is_gpu else 32) // scale)
+        outcomes = measure_speculation(
+            core,
+            prompts,
+            loaded_methods(core),
+            (1, 8) if is_gpu or scale == 1 else (1,),
+            num_tokens=num_tokens,
+            repetitions=args.repetitions,
+            progress=note,
+        )
+        record = make_record(core, outcomes, num_tokens)
+    return _finish(record, report(record), headline(record), record_path)
+
+
 PARTS = (
     Part("--samplers", "the values of the knob sampler on random logits (CUDA)", _samplers),
     Part("--gemms", "plans for the matrix products of few rows (CUDA)", _gemms),
     Part("--layers", "attention kernels and their launch plans (CUDA)", _layers),
     Part("--structured", "what it costs that none, half and all of the requests follow a grammar", _structured),
+    Part("--speculation", "acceptance, speed and step times of every way of drafting, at batch 1 and 8", _speculation),
     Part("--growth", "a decode step over the batch and over the context, and the host's part of it", _growth),
     Part("--prefill", "time to the first token, rates of prefill kernels, and decodes beside a prefill", _prefill),
     Part("--explain", "the kernel budget of decode steps: time, bytes and bandwidth of each part (CUDA)", _explain),

@@ -17,6 +17,7 @@ token of n.  So the forward of n+1 is launched first, and the mask is made while
     grammar |                                        [H2D mask n+1]
 
 At most one step is launched but not sampled, so at most two are in flight, whatever the knobs say.
+With drafts a request has a mask behind each of them, so that G(n+1) also waits for the drafts of n.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.device import Device
+from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.executor import UniProcExecutor
 from mrv2.engine.grammar.backend import AnyTokenMatcher
 from mrv2.engine.grammar.masks import fill_masks
@@ -67,6 +69,7 @@ class EngineCore:
             config.block_size,
             self.executor.num_groups,
             enable_prefix_caching=config.enable_prefix_caching,
+            num_drafters=len(self.executor.drafters),
         )
         self.scheduler = Scheduler(
             self.kv,
@@ -75,7 +78,7 @@ class EngineCore:
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
-        self.scheduler.num_spec_tokens = self.knobs.num_spec_tokens if self.knobs.drafting else 0
+        self._use_drafter()
         self._in_flight: deque[AsyncOutput] = deque()
         # what the next `step` returns
         self._ready: list[EngineOutput] = []
@@ -160,9 +163,12 @@ class EngineCore:
         self.executor.set_knobs(knobs)
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
+        rules = [(k.spec_method, k.verification, k.draft_sampling) for k in (self.knobs, knobs)]
+        if rules[0] != rules[1]:
+            self.scheduler.forget_drafts()
         self.knobs = knobs
         self._knobs_since = self.scheduler.step
-        self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
+        self._use_drafter()
         return knobs
 
     @torch.no_grad()
@@ -200,6 +206,26 @@ class EngineCore:
         self._in_flight.clear()
         self.grammars.close()
         self.executor.shutdown()
+
+    def _use_drafter(self) -> None:
+        """Tell the scheduler who drafts, and how much."""
+        knobs = self.knobs
+        self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
+        # what was learnt of one way of drafting says nothing of another
+        self.scheduler.adaptive = AdaptiveDrafts(self.config.draft_cost) if knobs.adaptive_drafts else None
+        filling, extra = 0, 1
+        for bit, drafter in enumerate(self.executor.drafters):
+            if drafter.method == knobs.spec_method:
+                filling, extra = 1 << bit, drafter.extra
+        if filling and extra:
+            # it needs their tokens only, where a head needs the target's hidden states once more
+            behind = [r for r in self.scheduler.running if r.has_row and filling & ~r.filled]
+            self.executor.catch_up(knobs.spec_method, {r.req_id: r.num_computed for r in behind})
+            for request in behind:
+                request.filled = filling
+        # the last draft of a step needs no place, unless a draft model reads the sampled token before it
+        lookahead = max(knobs.num_spec_tokens, extra) if filling else 0
+        self.scheduler.use_drafter(filling, lookahead=lookahead, reads_ahead=not extra)
 
     def _normal_step(self) -> None:
         """Schedule, launch, wait, update."""
@@ -243,10 +269,16 @@ class EngineCore:
         alive = [(row, request) for row, request in rows if not request.finished]
         if not alive:
             return None
+        counts = [int(scheduled.num_draft_tokens[row]) for row, _ in alive]
+        drafted = [request.req_id for (_, request), count in zip(alive, counts, strict=True) if count]
+        found = iter(self.executor.take_drafts(drafted).tolist() if drafted else [])
+        drafts = [next(found)[:count] if count else [] for count in counts]
         with stage(stages.FILL_GRAMMAR_MASK, scheduled.step):
-            bits = self.executor.take_grammar_bits(scheduled.step, len(alive))
-            fill_masks([request for _, request in alive], bits)
-        return GrammarMask(np.array([row for row, _ in alive], dtype=np.int32), bits)
+            bits = self.executor.take_grammar_bits(scheduled.step, len(alive) + sum(counts))
+            fill_masks([request for _, request in alive], drafts, bits)
+        batch_rows = np.repeat(np.array([row for row, _ in alive], dtype=np.int32), [1 + n for n in counts])
+        places = np.concatenate([np.arange(1 + n, dtype=np.int32) for n in counts])
+        return GrammarMask(batch_rows, places, bits)
 
     def _wait_for_grammar(self) -> None:
         """Nothing can run: a grammar is being compiled, or the engine is stuck."""
@@ -348,8 +380,18 @@ class EngineCore:
             self.step()
         self.scheduler.num_spec_tokens = num_spec_tokens
         if num_spec_tokens and self.kv.pool.num_usable > 2:
-            params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-            prompt = [0] * min(limit, 9)
-            self.add_request(EngineRequest(req_id="warm-up-drafts", prompt_token_ids=prompt, params=params))
-            while self.has_unfinished:
-                self.step()
+            self._serve_draft_dummies([0] * min(limit, 9))
+
+    def _serve_draft_dummies(self, prompt: list[int]) -> None:
+        """Verify drafts in each way, of a request that is truncated and of one that is not."""
+        knobs = self.knobs
+        for verification in ("token_exact", "standard", "block"):
+            # greedy drafts: what the engine keeps no memory for is not asked of it
+            changes = {"verification": verification, "draft_sampling": "greedy", "cuda_graphs": "off"}
+            self.executor.set_knobs(knobs.with_changes(**changes))
+            for top_k in (0, 5):
+                params = SamplingParams(temperature=0.5, top_k=top_k, max_tokens=8, ignore_eos=True)
+                self.add_request(EngineRequest(req_id="warm-up-drafts", prompt_token_ids=prompt, params=params))
+                while self.has_unfinished:
+                    self.step()
+        self.executor.set_knobs(knobs)

@@ -99,8 +99,7 @@ class DecodeBatch:
             and not entry.num_drafts
             # the first token of a request brings more than itself
             and entry.request.num_outputs + entry.request.num_in_flight > 1
-            and not entry.request.one_row
-            and entry.request.grammar is None
+            and entry.request.is_plain
             for entry in entries
         )
 

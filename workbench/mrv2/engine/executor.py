@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,11 +15,13 @@ from mrv2.instrument import stage, stages
 from mrv2.logits_processor import ProcessorSetup, processor_classes
 from mrv2.runner.async_logprobs import MAX_CHUNK_ROWS
 from mrv2.runner.forward import Buckets, ForwardBuffers, ForwardPass
+from mrv2.runner.loaded_drafter import LoadedDrafter, load_drafters
 from mrv2.runner.protocol import AsyncOutput, GrammarMask, Runner, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.model_runner import ModelRunnerV1
 from mrv2.runner.v2.model_runner import ModelRunnerV2
 from mrv2.runner.v2.upload import step_words_capacity
+from mrv2.speculators import parse_speculators
 from mrv2_models.kv_cache import LayerCache, allocate_kv_caches, group_specs
 from mrv2_models.model_state import resolve_model_state
 from mrv2_models.registry import load_model, resolve_model
@@ -37,10 +40,13 @@ class Executor(Protocol):
     num_groups: int
     max_model_len: int
     vocab_size: int
+    drafters: Sequence[LoadedDrafter]
 
     def execute_model(self, scheduled: SchedulerOutput) -> None: ...
 
     def take_grammar_bits(self, step: int, num_masks: int) -> np.ndarray: ...
+
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray: ...
 
     def sample_tokens(self, step: int, grammar: GrammarMask | None) -> AsyncOutput: ...
 
@@ -70,6 +76,12 @@ class UniProcExecutor:
             seed=config.seed,
             max_model_len=config.max_model_len,
         )
+        self.drafters = load_drafters(config, self.model, found.folder)
+        if config.draft_probabilities and config.max_num_spec_tokens:
+            for drafter in self.drafters:
+                drafter.keep_probabilities(
+                    self.device, max_num_seqs=config.max_num_seqs, max_num_spec_tokens=config.max_num_spec_tokens
+                )
         self.vocab_size = self.model.config.vocab_size
         self.max_model_len = self.model.max_model_len
         self.model_state = resolve_model_state(self.model)
@@ -88,6 +100,8 @@ class UniProcExecutor:
         )
         self.num_kv_blocks = config.num_gpu_blocks or self._blocks_that_fit()
         self.kv_caches = self._allocate_kv(self.num_kv_blocks)
+        for drafter in self.drafters:
+            drafter.allocate(self.num_kv_blocks, self.device.empty)
         self.model_state.initialize_kv_cache(self.groups, self.kv_caches)
         self.forward = ForwardPass(
             self.device, self.model, self.model_state, self.kv_caches, self.buffers, self.buckets
@@ -106,7 +120,10 @@ class UniProcExecutor:
             max_queue_depth=MAX_QUEUE_DEPTH,
             max_num_spec_tokens=config.max_num_spec_tokens,
             ngram_lengths=(config.ngram_min, config.ngram_max),
+            synthetic_acceptance=config.synthetic_acceptance,
             knobs=self.knobs,
+            drafters=self.drafters,
+            suffix_documents=config.suffix_documents if "suffix" in parse_speculators(config.speculators) else 0,
             processors=self.processors,
             processor_tables=self.processor_tables,
         )
@@ -124,6 +141,10 @@ class UniProcExecutor:
         """Return the [num_masks, ceil(V / 32)] int32 to fill for `step`; `sample_tokens` must follow with them."""
         return self.runner.grammar_masks.take(step, num_masks)
 
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """Return the drafts of requests that follow a grammar, before the step that verifies them samples. [n, K]"""
+        return self.runner.take_drafts(req_ids)
+
     def sample_tokens(self, step: int, grammar: GrammarMask | None) -> AsyncOutput:
         """Launch the rest of the step."""
         with stage(stages.SAMPLE_TOKENS, step):
@@ -137,6 +158,11 @@ class UniProcExecutor:
         if runner is not self.runner:
             self.runner.reset()
             self.runner = runner
+
+    def catch_up(self, method: str, num_computed: dict[str, int]) -> None:
+        """Let a draft model read what running requests, id -> tokens, have computed without it."""
+        assert isinstance(self.runner, ModelRunnerV2), "only the V2 runner has drafters"
+        self.runner.drafting.catch_up(self.device.main, method, num_computed)
 
     def capture_graphs(self) -> None:
         """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary."""
@@ -175,6 +201,7 @@ class UniProcExecutor:
             ),
             hidden_size=self.model.config.hidden_size,
             dtype=self.model.dtype,
+            num_taps=len(self.model.aux_layer_ids),
         )
 
     def _allocate_kv(self, num_blocks: int) -> list[LayerCache]:
@@ -184,6 +211,7 @@ class UniProcExecutor:
         """Size the KV pool from free memory, after a forward pass and the sampler have shown their peak."""
         config = self.config
         bytes_per_block = sum(group.bytes_per_block for group in self.groups)
+        bytes_per_block += sum(drafter.bytes_per_block for drafter in self.drafters)
         wanted = 1 + config.max_num_seqs * self.blocks_per_row * self.num_groups
         free, total = self.device.memory_info()
         if self.device.type == "host":
@@ -214,12 +242,16 @@ class UniProcExecutor:
         key = forward.buckets.key(tokens, rows, 0)
         batch = forward.make_batch(key, num_reqs=rows, max_query_len=tokens, knobs=self.knobs)
         forward.run(key, batch, self.device.main, self.knobs.with_changes(cuda_graphs="off", attention="triton"))
-        # raw logits of every row, their float32 copy, and what top-k/top-p, logprobs and processors keep beside it
+        # raw logits of every row (drafts have theirs), their float32 copy, and what top-k/top-p, logprobs and
+        # processors keep beside it
         num_copies = 3 + 2 * bool(self.processors)
-        logits = rows * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
+        num_logits = min(rows * (1 + config.max_num_spec_tokens), self.buffers.input_ids.shape[0])
+        logits = num_logits * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
         if self.model_state.step_graphs:
             # the graphs' pool holds them once more
             logits *= 2
+        # a drafter's pass over the step beside what the target's left, and its logits
+        logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 12) for d in self.drafters), default=0)
         # the logits of one pass over prompt tokens
         logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")
@@ -234,7 +266,8 @@ class UniProcExecutor:
     def _poison_blocks(self, block_ids: list[int]) -> None:
         """Tests: whoever reads a fresh block before writing it shall see NaN."""
         ids = torch.tensor(block_ids, dtype=torch.int64)
-        self.device.main.run(stages.STAGED_WRITES, _fill_blocks, self.kv_caches, ids)
+        caches = [*self.kv_caches, *(cache for drafter in self.drafters for cache in drafter.kv_caches)]
+        self.device.main.run(stages.STAGED_WRITES, _fill_blocks, caches, ids)
 
 
 def _fill_inert(buffers: ForwardBuffers) -> None:

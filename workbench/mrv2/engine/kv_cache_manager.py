@@ -9,18 +9,44 @@ from mrv2.engine.request import Request
 
 
 class KVCacheManager:
-    """Allocates, frees and publishes blocks; G groups take one block id each per `block_size` tokens."""
+    """Allocates, frees and publishes blocks; G groups take one block id each per `block_size` tokens.
+
+    A drafter's cache groups share the block ids of the target's, so that a block counts as filled by some
+    of the loaded drafters (a bit each) or by none.  A prefix hit needs the bits of those in use.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_groups: int = 1, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_groups: int = 1,
+        *,
+        enable_prefix_caching: bool = True,
+        num_drafters: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.num_groups = num_groups
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_drafters = num_drafters
         self._extra_key = bytes(range(num_groups))
+        self.fill()
         # blocks handed out since the last `take_fresh` (tests poison them)
         self._fresh: list[int] = []
+
+    def fill(self, filling: int = 0, *, lookahead: int = 0, reads_ahead: bool = False) -> None:
+        """Say which drafters' groups the steps to come fill, a bit each.
+
+        Args:
+            lookahead: tokens behind a step's last for whose drafts there must be blocks.
+            reads_ahead: a position's content depends on the token behind it, too.
+        """
+        self.filling, self.lookahead, self.reads_ahead = filling, lookahead, reads_ahead
+        self._readable = [bits for bits in range(1 << self.num_drafters) if bits & filling == filling]
+
+    def tokens_wanted(self, request: Request, num_tokens: int) -> int:
+        """Return the tokens that blocks must hold for a request to compute up to `num_tokens` and draft on."""
+        return max(num_tokens, min(num_tokens + self.lookahead, request.max_len))
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, over all groups."""
@@ -35,12 +61,16 @@ class KVCacheManager:
         if not self.enable_prefix_caching or not request.reads_prefix:
             return hits
         for content in self._hashes(request, (request.num_known - 1) // self.block_size):
-            found = [self.pool.lookup(content, g) for g in range(self.num_groups)]
+            found = [self._lookup(content, g) for g in range(self.num_groups)]
             if any(block is None for block in found):
                 break
             for group_hits, block in zip(hits, found, strict=True):
                 assert block is not None, "checked above"
                 group_hits.append(block)
+        if self.reads_ahead and hits[0]:
+            # the token behind the last block may not be the one that its last position has read
+            for group_hits in hits:
+                group_hits.pop()
         return hits
 
     def admit(self, request: Request, hits: tuple[list[int], ...], num_tokens: int) -> bool:
@@ -52,19 +82,22 @@ class KVCacheManager:
         assert not any(request.block_ids), f"request {request.req_id} already holds blocks"
         num_hits = sum(map(len, hits))
         num_hits_free = sum(1 for group in hits for b in group if self.pool.ref_count[b] == 0)
-        if self.blocks_for(request.num_known) - num_hits > self.pool.num_free - num_hits_free:
+        wanted = self.blocks_for(self.tokens_wanted(request, request.num_known))
+        if wanted - num_hits > self.pool.num_free - num_hits_free:
             return False
         for group in hits:
             self.pool.touch(group)
         request.block_ids = tuple(list(group) for group in hits)
         request.num_published_blocks = len(hits[0])
         request.capacity = len(hits[0]) * self.block_size
+        request.filled = self.filling
         grown = self.grow(request, num_tokens)
         assert grown is not None, "admission was checked against the free blocks"
         return True
 
     def grow(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
-        """Extend a request's blocks to hold `num_tokens` tokens; return the new ones, None if too few are free."""
+        """Extend a request's blocks to compute up to `num_tokens`; return the new ones, None if too few are free."""
+        num_tokens = self.tokens_wanted(request, num_tokens)
         if num_tokens <= request.capacity:
             return tuple([] for _ in range(self.num_groups))
         missing = -(-(num_tokens - request.capacity) // self.block_size)
@@ -94,7 +127,7 @@ class KVCacheManager:
         hashes = self._hashes(request, num_full)
         for i in range(request.num_published_blocks, num_full):
             for g, group in enumerate(request.block_ids):
-                self.pool.publish(group[i], hashes[i], g)
+                self.pool.publish(group[i], hashes[i], self._group_key(g, request.filled))
         request.num_published_blocks = num_full
 
     def take_fresh(self) -> list[int]:
@@ -110,6 +143,17 @@ class KVCacheManager:
             assert r.capacity == len(r.block_ids[0]) * self.block_size, f"{r.req_id}: capacity {r.capacity}"
             assert r.num_computed <= r.capacity, f"{r.req_id}: {r.num_computed} tokens computed, room for {r.capacity}"
             assert len({len(group) for group in r.block_ids}) == 1, f"{r.req_id}: groups differ in length"
+
+    def _group_key(self, group: int, filled: int) -> int:
+        return filled * self.num_groups + group
+
+    def _lookup(self, content: bytes, group: int) -> int | None:
+        """Return a block of that content that every drafter in use has filled."""
+        for bits in self._readable:
+            block = self.pool.lookup(content, self._group_key(group, bits))
+            if block is not None:
+                return block
+        return None
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """Return the content hashes of the first `count` blocks, extending the request's list as needed."""

@@ -8,12 +8,17 @@ from mrv2.engine.messages import PromptLogprobs, TokenLogprob
 from mrv2.runner.protocol import PromptLogprobRows, RowSampling, StepOutput
 
 
-def token_logprob(output: StepOutput, row: int, sampling: RowSampling) -> TokenLogprob | None:
-    """Return what the request in batch row `row` is told about its new token; None if it asked for nothing."""
-    rows, at = output.wide_logprobs.get(row), 0
+def token_logprob(
+    output: StepOutput, row: int, first_row: int, place: int, sampling: RowSampling
+) -> TokenLogprob | None:
+    """Return what the request in batch row `row` is told of its new token `place`; None if it asked for nothing.
+
+    `first_row` is its first row among the step's logits rows.
+    """
+    rows, at = output.wide_logprobs.get(row), place
     width = 1 + (len(sampling.logprob_token_ids) or sampling.num_logprobs)
     if rows is None:
-        rows, at = output.logprobs, row
+        rows, at = output.logprobs, first_row + place
     if rows is None or width == 0:
         return None
     return TokenLogprob(rows.token_ids[at, :width].tolist(), rows.logprobs[at, :width].tolist(), int(rows.ranks[at]))

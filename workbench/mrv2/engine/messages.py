@@ -67,6 +67,42 @@ class PromptLogprobs:
     ranks: np.ndarray
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """Drafts by position: those that the target saw, and those that it accepted."""
+
+    num_drafted: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verification of `num_drafts` drafts whose leading `num_accepted` were accepted."""
+        self.merge(DraftCounts([1] * num_drafts, [int(at < num_accepted) for at in range(num_drafts)]))
+
+    def merge(self, other: DraftCounts) -> None:
+        """Add the counts of `other`."""
+        missing = len(other.num_drafted) - len(self.num_drafted)
+        self.num_drafted += [0] * missing
+        self.num_accepted += [0] * missing
+        for at, (drafted, accepted) in enumerate(zip(other.num_drafted, other.num_accepted, strict=True)):
+            self.num_drafted[at] += drafted
+            self.num_accepted[at] += accepted
+
+    @property
+    def num_wasted(self) -> int:
+        """Drafts that were computed for nothing."""
+        return sum(self.num_drafted) - sum(self.num_accepted)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of the drafts at each position that were accepted."""
+        return [a / d if d else 0.0 for a, d in zip(self.num_accepted, self.num_drafted, strict=True)]
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens per verification, its own draw included; None = nothing was drafted."""
+        return 1 + sum(self.num_accepted) / self.num_drafted[0] if self.num_drafted else None
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineOutput:
     """What one step brought to one sequence."""
@@ -85,6 +121,8 @@ class EngineOutput:
     prompt_logprobs: PromptLogprobs | None = None
     # prompt tokens found in the prefix cache when the request was first scheduled
     num_cached_tokens: int = 0
+    # with the last token, if anything was drafted
+    drafts: DraftCounts | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,11 +154,15 @@ class EngineSnapshot:
     num_grammar_compiling: int = 0
 
     @property
+    def drafts(self) -> DraftCounts:
+        return DraftCounts(self.num_drafted, self.num_accepted)
+
+    @property
     def acceptance(self) -> list[float]:
         """Share of the drafts at each position that were accepted."""
-        return [a / d if d else 0.0 for a, d in zip(self.num_accepted, self.num_drafted, strict=True)]
+        return self.drafts.acceptance
 
     @property
     def mean_accepted_length(self) -> float | None:
         """Tokens per verification, its own draw included; None = nothing was drafted."""
-        return 1 + sum(self.num_accepted) / self.num_drafted[0] if self.num_drafted else None
+        return self.drafts.mean_accepted_length

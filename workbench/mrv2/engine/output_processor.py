@@ -213,6 +213,8 @@ class OutputProcessor:
             metrics.num_generation_tokens += num_taken
         if output.prompt_logprobs is not None:
             request.prompt_logprobs = [None, *self._prompt_logprobs(output.prompt_logprobs)]
+        if output.drafts is not None:
+            metrics.drafts.merge(output.drafts)
         if sequence.index == 0 and output.num_cached_tokens:
             request.num_cached_tokens = output.num_cached_tokens
         if matched:

@@ -10,7 +10,7 @@ import numpy as np
 from mrv2.engine.grammar.backend import GrammarMatcher
 from mrv2.engine.grammar.compiler import GrammarTicket
 from mrv2.engine.logprob_rows import PromptCollector
-from mrv2.engine.messages import EngineRequest, FinishReason
+from mrv2.engine.messages import DraftCounts, EngineRequest, FinishReason
 from mrv2.runner.protocol import RowSampling
 
 
@@ -53,6 +53,10 @@ class Request:
     # steps in flight that yield, and the drafts among their tokens
     num_in_flight: int = 0
     num_drafts_in_flight: int = 0
+    # drafts that its newest step leaves behind for the next one
+    num_proposed: int = 0
+    # of the outputs that have arrived
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     num_stale: int = 0
     # counts preemptions; a step of an older epoch is stale
     epoch: int = 0
@@ -74,16 +78,16 @@ class Request:
     num_published_blocks: int = 0
     # tokens that the blocks hold
     capacity: int = 0
+    # bits of the drafters that have filled every computed position of the blocks
+    filled: int = 0
 
     # derived, kept as plain numbers: the step loop reads them for every request
     prompt_len: int = field(init=False)
     num_known: int = field(init=False)
     # known tokens at which the request ends by length
     max_len: int = field(init=False)
-    # its sampling does not depend on the tokens just before, which drafts may still be
-    may_draft: bool = field(init=False)
-    # it needs batches with one logits row a request
-    one_row: bool = field(init=False)
+    # a step brings it a token and nothing else: no log-probabilities, and no grammar or plug-in that may end it
+    is_plain: bool = field(init=False)
     # None = no log-probabilities of the prompt are wanted
     prompt_logprobs: PromptCollector | None = field(init=False, default=None)
 
@@ -94,10 +98,9 @@ class Request:
             self.prompt_logprobs = PromptCollector(self.prompt_len)
         self.max_len = min(self.prompt_len + self.max_tokens, self.max_model_len)
         s = self.sampling
-        self.may_draft = not (s.has_penalty or s.bad_words or s.thinking)
         wants_logprobs = s.num_logprobs >= 0 or s.logprob_token_ids or s.num_prompt_logprobs >= 0
         has_grammar = self.message.params.structured_outputs is not None
-        self.one_row = bool(wants_logprobs or has_grammar or s.extra_args)
+        self.is_plain = not (wants_logprobs or has_grammar or s.extra_args)
 
     @property
     def req_id(self) -> str:

@@ -16,30 +16,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord, settle_token
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
 from mrv2.engine.messages import EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
+from mrv2.engine.scheduler_check import check_scheduler
+from mrv2.engine.scheduler_stats import SchedulerStats
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the engine was loaded."""
-
-    num_preemptions: int = 0
-    num_discarded_tokens: int = 0
-    # by draft position: proposed to the target, and accepted by it
-    num_drafted: list[int] = field(default_factory=list)
-    num_accepted: list[int] = field(default_factory=list)
-    num_stale_delivered: int = 0
-    # steps launched for a request after the one that ended it, by finish reason
-    num_wasted_steps: dict[str, int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -66,11 +54,16 @@ class Scheduler:
         self.in_flight: deque[StepRecord] = deque()
         # drafts that each decoding request gets in a step
         self.num_spec_tokens = 0
-        # unfinished requests beside which nobody drafts
-        self._num_undraftable = 0
+        # None = all of them in every step
+        self.adaptive: AdaptiveDrafts | None = None
+        # drafts for the step behind the one that is being scheduled
+        self._num_next_drafts = 0
+        # a request of the step that is being scheduled follows a grammar
+        self._has_grammar = False
         self.stats = SchedulerStats()
         self.step = 0
-        self._freed: list[str] = []
+        # requests whose rows the runner gives up with the next step
+        self.rows_to_free: list[str] = []
         # the newest step's batch, while it only decodes
         self._decodes: DecodeBatch | None = None
 
@@ -82,7 +75,6 @@ class Scheduler:
         """Queue a request; the caller has checked that it can be served at all."""
         assert request.req_id not in self.requests, f"request id {request.req_id} is in use"
         self.requests[request.req_id] = request
-        self._num_undraftable += request.one_row
         insort(self.waiting, request, key=lambda r: r.key)
 
     def abort(self, req_ids: Iterable[str]) -> list[EngineOutput]:
@@ -113,7 +105,7 @@ class Scheduler:
                 new_block_ids[request.message.req_id] = self.kv.grow(request, request.num_computed + 1)
         scheduled = SchedulerOutput(
             step=self.step,
-            freed_req_ids=sorted(self._freed),
+            freed_req_ids=sorted(self.rows_to_free),
             new_requests=[],
             req_ids=batch.req_ids,
             num_scheduled_tokens=batch.ones,
@@ -124,15 +116,17 @@ class Scheduler:
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=len(batch.requests),
         )
-        self._freed.clear()
+        self.rows_to_free.clear()
         self.in_flight.append(StepRecord(self.step, batch.entries, batch, batch.num_launched - 1))
         self.step += 1
         return scheduled
 
     @property
     def _only_decodes(self) -> bool:
-        """Say whether the next step can be one more of the same: nobody drafts, and nobody may be admitted."""
-        return not self.num_spec_tokens and not (self.waiting and len(self.running) < self.max_num_seqs)
+        """Say whether the next step can be one more of the same: no drafter is on, and nobody may be admitted."""
+        if self.num_spec_tokens or self.kv.filling:
+            return False
+        return not (self.waiting and len(self.running) < self.max_num_seqs)
 
     def _schedule_all(self) -> SchedulerOutput | None:
         """Look at every running request, then at those that wait."""
@@ -140,6 +134,8 @@ class Scheduler:
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
         budget = self.max_num_batched_tokens
+        self._has_grammar, most = False, self.num_spec_tokens
+        self._num_next_drafts = self.adaptive.choose(most) if self.adaptive is not None and most else most
         preempted, num_preemptions = False, self.stats.num_preemptions
 
         index = 0
@@ -160,7 +156,7 @@ class Scheduler:
                 num_drafts = self._num_drafts(request, budget)
                 num_tokens += num_drafts
             added = None
-            if request.num_computed + num_tokens > request.capacity:
+            if self.kv.tokens_wanted(request, request.num_computed + num_tokens) > request.capacity:
                 added = self._grow_or_preempt(request, request.num_computed + num_tokens)
                 if added is None:
                     preempted = True
@@ -211,8 +207,11 @@ class Scheduler:
             return self._settle_decodes(record.batch, record.index, output)
         sampled, num_sampled = output.sampled_token_ids.tolist(), output.num_sampled.tolist()
         results: list[EngineOutput] = []
+        # of the request among the logits rows of the step
+        logits_row = 0
         for row, entry in enumerate(record.entries):
-            result = self._settle(entry, sampled[row][: num_sampled[row]], output, row)
+            result = self._settle(entry, sampled[row][: num_sampled[row]], output, row, logits_row)
+            logits_row += 1 + entry.num_drafts
             if result is not None:
                 results.append(result)
         return results
@@ -230,7 +229,7 @@ class Scheduler:
             for row, (entry, token) in enumerate(zip(batch.entries, tokens, strict=True)):
                 ends = row in watched
                 result = (
-                    self._settle(entry, [token], output, row)
+                    self._settle(entry, [token], output, row, row)
                     if ends
                     else settle_token(entry.request, token, output.step)
                 )
@@ -241,7 +240,9 @@ class Scheduler:
                 self.kv.publish(request)
         return results
 
-    def _settle(self, entry: ScheduledEntry, tokens: list[int], output: StepOutput, row: int) -> EngineOutput | None:
+    def _settle(
+        self, entry: ScheduledEntry, tokens: list[int], output: StepOutput, row: int, first_row: int
+    ) -> EngineOutput | None:
         """Settle one request's share of a step."""
         request, yields_token = entry.request, entry.yields_token
         if request.status is RequestStatus.FINISHED:
@@ -258,7 +259,7 @@ class Scheduler:
             self._settle_drafts(request, entry, len(tokens), current)
         if row in output.prompt_logprobs and request.prompt_logprobs is not None:
             request.prompt_logprobs.add(output.prompt_logprobs[row])
-        result = self._deliver(request, tokens, output, row, entry.num_drafts) if yields_token else None
+        result = self._deliver(request, tokens, output, row, first_row, entry.num_drafts) if yields_token else None
         if current and request.num_confirmed >= (request.num_published_blocks + 1) * self.kv.block_size:
             self.kv.publish(request)
         return result
@@ -268,45 +269,39 @@ class Scheduler:
         assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the runner"
         for request in self.running:
             request.has_row = False
-        self._freed.clear()
+            request.num_proposed = 0
+        self.rows_to_free.clear()
         self._decodes = None
 
+    def use_drafter(self, filling: int, *, lookahead: int, reads_ahead: bool) -> None:
+        """Another drafter, or none, fills its cache from now on: requests that it has not followed start over."""
+        assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the drafter"
+        self.kv.fill(filling, lookahead=lookahead, reads_ahead=reads_ahead)
+        for request in list(self.running):
+            if filling & ~request.filled:
+                self._preempt(request)
+            else:
+                request.filled = filling
+
+    def forget_drafts(self) -> None:
+        """What was drafted so far is not for the verification to come."""
+        for request in self.running:
+            request.num_proposed = 0
+
     def check(self) -> None:
-        """Assert the equations that hold between two calls."""
-        assert len(self.running) <= self.max_num_seqs, "more running requests than rows"
-        self.kv.check(self.running)
-        flying: dict[int, list[ScheduledEntry]] = {}
-        for record in self.in_flight:
-            for entry in record.entries:
-                flying.setdefault(id(entry.request), []).append(entry)
-        for r in self.requests.values():
-            mine = flying.get(id(r), [])
-            current = [e for e in mine if e.epoch == r.epoch]
-            stale = [e for e in mine if e.epoch != r.epoch]
-            assert r.num_in_flight == sum(e.yields_token for e in current), f"{r.req_id}: steps in flight"
-            assert r.num_drafts_in_flight == sum(e.num_drafts for e in current), f"{r.req_id}: drafts in flight"
-            assert r.num_stale == sum(e.yields_token for e in stale), f"{r.req_id}: stale steps"
-            assert r.num_computed - r.num_confirmed == sum(e.num_tokens for e in current), (
-                f"{r.req_id}: computed {r.num_computed} - confirmed {r.num_confirmed} != tokens in flight"
-            )
-            assert 0 <= r.num_confirmed <= r.num_computed <= r.num_ahead, f"{r.req_id}: progress out of order"
-            assert r.num_outputs + r.num_in_flight + r.num_stale <= r.max_tokens, f"{r.req_id}: too many tokens"
-            waiting = r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            assert waiting == (r in self.waiting), f"{r.req_id}: {r.status} but in the wrong queue"
-            assert (r.status is RequestStatus.RUNNING) == (r in self.running), f"{r.req_id}: {r.status}, wrong queue"
-            assert not (waiting and any(r.block_ids)), f"{r.req_id}: waits but holds blocks"
-            assert not (waiting and r.has_row and r.req_id not in self._freed), f"{r.req_id}: waits but keeps a row"
+        """Assert the equations that hold between two calls (`scheduler_check`)."""
+        check_scheduler(self)
 
     def _num_drafts(self, request: Request, budget: int) -> int:
-        """Return the drafts that a decoding request gets in this step.
-
-        None for a request whose sampling looks at the tokens before it, and none for anybody while
-        some request needs one logits row a request (log-probabilities, grammars, plug-ins).
-        """
-        if not self.num_spec_tokens or self._num_undraftable or not request.may_draft:
+        """Return the drafts that a decoding request gets in this step."""
+        if not self.num_spec_tokens:
             return 0
         room = min(request.max_len - 1 - request.num_computed, budget) - 1
-        return max(0, min(self.num_spec_tokens, room)) if request.num_computed >= request.prompt_len else 0
+        return (
+            max(0, min(self.num_spec_tokens, request.num_proposed, room))
+            if request.num_computed >= request.prompt_len
+            else 0
+        )
 
     def _grow_or_preempt(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
         """Return new blocks for `request`, preempting the last in order of service; None if that is itself."""
@@ -343,6 +338,8 @@ class Scheduler:
         yields_token = request.num_computed == request.num_ahead + num_drafts
         request.num_in_flight += yields_token
         request.num_drafts_in_flight += num_drafts
+        request.num_proposed = self._num_next_drafts if yields_token else 0
+        self._has_grammar |= request.grammar is not None
         return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts)
 
     def _new_row(self, request: Request) -> NewRequest:
@@ -366,7 +363,7 @@ class Scheduler:
         computed = np.array([e.request.num_computed for e in entries], dtype=np.int32)
         scheduled = SchedulerOutput(
             step=self.step,
-            freed_req_ids=sorted(self._freed),
+            freed_req_ids=sorted(self.rows_to_free),
             new_requests=new_requests,
             req_ids=[e.request.req_id for e in entries],
             num_scheduled_tokens=num_scheduled,
@@ -376,9 +373,10 @@ class Scheduler:
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(num_scheduled.sum()),
-            has_grammar=any(e.request.grammar is not None for e in entries),
+            num_next_drafts=self._num_next_drafts,
+            has_grammar=self._has_grammar,
         )
-        self._freed.clear()
+        self.rows_to_free.clear()
         record = StepRecord(self.step, entries)
         self._decodes = None
         if self._only_decodes and DecodeBatch.fits(entries):
@@ -390,14 +388,11 @@ class Scheduler:
 
     def _settle_drafts(self, request: Request, entry: ScheduledEntry, num_sampled: int, current: bool) -> None:
         """Take back the rejected drafts of a step, and count the accepted ones by position."""
-        stats, accepted = self.stats, num_sampled - 1
-        if len(stats.num_drafted) < entry.num_drafts:
-            missing = entry.num_drafts - len(stats.num_drafted)
-            stats.num_drafted += [0] * missing
-            stats.num_accepted += [0] * missing
-        for position in range(entry.num_drafts):
-            stats.num_drafted[position] += 1
-            stats.num_accepted[position] += position < accepted
+        accepted = num_sampled - 1
+        for counts in (self.stats.drafts, request.drafts):
+            counts.add(entry.num_drafts, accepted)
+        if self.adaptive is not None:
+            self.adaptive.observe(entry.num_drafts, accepted)
         if current:
             rejected = entry.num_drafts - accepted
             request.num_drafts_in_flight -= entry.num_drafts
@@ -405,7 +400,7 @@ class Scheduler:
             request.num_confirmed -= rejected
 
     def _deliver(
-        self, request: Request, tokens: list[int], output: StepOutput, row: int, num_drafts: int
+        self, request: Request, tokens: list[int], output: StepOutput, row: int, first_row: int, num_drafts: int
     ) -> EngineOutput:
         """Append a step's tokens up to the one that ends the request, and report them."""
         result = EngineOutput(req_id=request.req_id, new_token_ids=[], step=output.step, num_drafted=num_drafts)
@@ -413,20 +408,21 @@ class Scheduler:
             result.num_cached_tokens = max(request.num_cached_tokens, 0)
             if request.prompt_logprobs is not None:
                 result.prompt_logprobs = request.prompt_logprobs.take()
-        if row in output.errors:
-            request.dead_end, tokens = output.errors[row], [-1]
-        for token in tokens:
+        if row in output.errors and -1 in tokens:
+            request.dead_end = output.errors[row]
+        for place, token in enumerate(tokens):
             result.finish_reason, result.stop_reason = self._take_token(request, token)
             if result.finish_reason == "error":
                 break
             result.new_token_ids.append(token)
             if output.logprobs is not None or output.wide_logprobs:
-                # such a batch gets no drafts: one token a request
-                logprob = token_logprob(output, row, request.sampling)
-                result.logprobs = None if logprob is None else [logprob]
+                logprob = token_logprob(output, row, first_row, place, request.sampling)
+                if logprob is not None:
+                    result.logprobs = [*(result.logprobs or []), logprob]
             if result.finish_reason is not None:
                 break
         if result.finish_reason is not None:
+            result.drafts = request.drafts if request.drafts.num_drafted else None
             self._finish(request, result.finish_reason)
         return result
 
@@ -465,7 +461,6 @@ class Scheduler:
         self._give_up_row(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         del self.requests[request.req_id]
-        self._num_undraftable -= request.one_row
 
     def _preempt(self, request: Request) -> None:
         self._leave_batch(request)
@@ -478,7 +473,7 @@ class Scheduler:
     def _give_up_row(self, request: Request) -> None:
         self.kv.free(request)
         if request.has_row:
-            self._freed.append(request.req_id)
+            self.rows_to_free.append(request.req_id)
             request.has_row = False
 
     @staticmethod

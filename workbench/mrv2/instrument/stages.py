@@ -29,6 +29,7 @@ OUTPUT_COPY = "output_copy"
 POST_UPDATE = "post_update"
 VERIFY = "verify"
 DRAFT = "draft"
+DRAFT_COPY = "draft_copy"
 
 # host, inside the V1 runner (its own scopes, for like-for-like timelines)
 V1_PREPROCESS = "v1: preprocess"
@@ -36,6 +37,7 @@ V1_FORWARD = "v1: forward"
 V1_POSTPROCESS = "v1: postprocess"
 V1_SAMPLE = "v1: sample"
 V1_BOOKKEEP = "v1: bookkeep"
+V1_PROPOSE = "v1: propose_drafts"
 V1_SCATTER_TOKENS = "v1: scatter_sampled_tokens"
 
 # kinds, the NVTX category of a range

@@ -76,6 +76,14 @@ def _mixed_sizes(limit: int) -> list[int]:
     return sizes
 
 
+def verified_lengths(knobs: Knobs) -> tuple[int, ...]:
+    """Return the query lengths that batches of decodes and verifications usually have: a graph for each."""
+    if not knobs.drafting:
+        return (1,)
+    most = 1 + knobs.num_spec_tokens
+    return tuple(range(1, most + 1)) if knobs.adaptive_drafts else (1, most)
+
+
 class ForwardBuffers:
     """Device inputs of the forward pass, written anew each step, in stream order, by whichever runner is on."""
 
@@ -90,6 +98,7 @@ class ForwardBuffers:
         step_words: int,
         hidden_size: int,
         dtype: torch.dtype,
+        num_taps: int = 0,
     ) -> None:
         # [T]
         self.input_ids = device.zeros((max_num_tokens,), torch.int32)
@@ -109,6 +118,8 @@ class ForwardBuffers:
         self.slot_mappings = [device.full((max_num_tokens,), -1, torch.int32) for _ in range(num_groups)]
         # [T, H], output
         self.hidden = device.zeros((max_num_tokens, hidden_size), dtype)
+        # [T, taps * H], output: layers that a drafter taps; None without such a drafter
+        self.aux_hidden = device.zeros((max_num_tokens, num_taps * hidden_size), dtype) if num_taps else None
 
 
 class ForwardPass:
@@ -172,8 +183,7 @@ class ForwardPass:
         support = self.model_state.graph_support
         if knobs.cuda_graphs == "off" or support == "none" or self.device.type != "cuda":
             return []
-        query_lens = (1, 1 + knobs.num_spec_tokens) if knobs.drafting else (1,)
-        keys = self.buckets.capturable(query_lens)
+        keys = self.buckets.capturable(verified_lengths(knobs))
         return [k for k in keys if k not in self.graphs and (k.uniform_decode or support == "mixed")]
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:
@@ -192,6 +202,8 @@ class ForwardPass:
     def hidden(self, batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Device code: the model on the buffers. [T_pad, H]"""
         attn = self.model_state.prepare_attn(batch)
+        if self.buffers.aux_hidden is not None:
+            inputs = inputs | {"aux_hidden": self.buffers.aux_hidden[: batch.positions.shape[0]]}
         return self.model(attn=attn, kv_caches=self.kv_caches, **inputs)
 
     def _forward(self, batch: ForwardBatch, inputs: dict[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@
     upload  |                 [grammar_upload n+1]
     main    | ... [forward n+1][logits n+1] ------ [apply_grammar n+1][sample n+1] ...
 
-Legend: R = rows (``max_num_seqs``), V = vocabulary, W = ``ceil(V / 32)``, G = masks of a step.
+Legend: R = masks of a step at most (one a logits row), V = vocabulary, W = ``ceil(V / 32)``, G = masks of a step.
 A slot holds the logits row of each mask, then the masks: | rows [R] | bits [G, W] |
 """
 
@@ -33,11 +33,11 @@ class GrammarMasks:
     The device buffer is one: its upload waits, on the device, until the step before has applied its masks.
     """
 
-    def __init__(self, device: Device, stream: Stream, *, depth: int, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, device: Device, stream: Stream, *, depth: int, max_num_masks: int, vocab_size: int) -> None:
         """Upload on `stream`, which may be the main stream; `depth` must exceed the steps in flight."""
         self.main, self.stream = device.main, stream
-        self.max_num_seqs, self.num_words = max_num_seqs, -(-vocab_size // 32)
-        size = max_num_seqs * (1 + self.num_words)
+        self.max_num_masks, self.num_words = max_num_masks, -(-vocab_size // 32)
+        size = max_num_masks * (1 + self.num_words)
         self.ring = PinnedRing(device, depth, (size,), torch.int32, name="grammar mask")
         # [R + R * W]
         self.words = device.zeros((size,), torch.int32)
@@ -48,7 +48,7 @@ class GrammarMasks:
         """Return the pinned [num_masks, W] int32 that the host fills for `step`."""
         assert self._slot is None, f"the masks taken before step {step} were never submitted"
         slot = self._slot = self.ring.acquire(step)
-        start = self.max_num_seqs
+        start = self.max_num_masks
         return slot.numpy()[start : start + num_masks * self.num_words].reshape(num_masks, self.num_words)
 
     def submit(
@@ -61,7 +61,7 @@ class GrammarMasks:
         slot, num_masks = self._slot, len(logits_rows)
         assert slot is not None, "no masks were taken for this step"
         slot.numpy()[:num_masks] = logits_rows
-        start = self.max_num_seqs
+        start = self.max_num_masks
         used = start + num_masks * self.num_words
         if self.stream is not self.main:
             self.stream.wait_event(self._applied)

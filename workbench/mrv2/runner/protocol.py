@@ -104,6 +104,8 @@ class SchedulerOutput:
     total_tokens: int = 0
     # a request of the batch follows a grammar: `sample_tokens` may bring a mask
     has_grammar: bool = False
+    # drafts that each request that yields a token gets for its next step
+    num_next_drafts: int = 0
 
     @property
     def num_reqs(self) -> int:
@@ -112,12 +114,22 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class GrammarMask:
-    """Which tokens the requests of a step that follow a grammar may yield."""
+    """Which tokens the requests of a step that follow a grammar may yield, one mask a logits row of theirs."""
 
-    # [G] int32: index of the request in `SchedulerOutput.req_ids`
+    # [G] int32: index of the request in `SchedulerOutput.req_ids`, and drafts of the request before the row
     batch_rows: np.ndarray
+    places: np.ndarray
     # [G, W] int32, from `Executor.take_grammar_bits`; bit t = token t may come next
     bits: np.ndarray
+
+    def logits_rows(
+        self,
+        # [B] int32, of the step
+        num_draft_tokens: np.ndarray,
+    ) -> np.ndarray:
+        """Return the logits row of each mask, where requests stand in scheduling order. [G] int32"""
+        firsts = np.cumsum(num_draft_tokens + 1) - (num_draft_tokens + 1)
+        return (firsts[self.batch_rows] + self.places).astype(np.int32)
 
 
 @dataclass(slots=True)
@@ -153,13 +165,14 @@ class StepOutput:
     sampled_token_ids: np.ndarray
     # [B] int32: 0 for a non-final prefill chunk
     num_sampled: np.ndarray
-    # n = B; None = no request wants up to `MAX_LOGPROBS` of them
+    # n = logits rows, 1 + drafts a request, the first ones those of its emitted tokens; None = no request wants up to
+    # `MAX_LOGPROBS` of them
     logprobs: LogprobRows | None = None
-    # batch row -> its own log-probabilities (n = 1), where they are more, or of named tokens
+    # batch row -> its own log-probabilities (n = 1 + drafts), where they are more, or of named tokens
     wide_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     # batch row -> runs of its prompt, in order
     prompt_logprobs: dict[int, list[PromptLogprobRows]] = field(default_factory=dict)
-    # batch row -> why its request cannot go on (a logits processor failed)
+    # batch row -> why a logits row of it holds NaN (a logits processor failed); of no account if it yields no -1
     errors: dict[int, str] = field(default_factory=dict)
 
 
@@ -215,6 +228,10 @@ class Runner(Protocol):
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> AsyncOutput:
         """Sample; requests that follow a grammar only from what `grammar` allows them."""
+        ...
+
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """Wait for the drafts that lie ready for requests which followed a grammar in their last step. [n, K] int64"""
         ...
 
     def reset(self) -> None:

@@ -9,6 +9,7 @@ from mrv2.config import Knobs
 from mrv2.device import Device
 from mrv2.logits_processor import LogitsProcessor, RowTable
 from mrv2.runner.forward import ForwardPass
+from mrv2.runner.loaded_drafter import LoadedDrafter
 from mrv2_models.causal_lm import CausalLM
 
 
@@ -32,8 +33,14 @@ class RunnerResources:
     max_num_spec_tokens: int
     # shortest and longest suffix that n-gram drafting looks for
     ngram_lengths: tuple[int, int]
+    # how often draft 1, 2, ... is accepted by verification="synthetic"
+    synthetic_acceptance: tuple[float, ...] = ()
     # replaced by the executor between two steps
     knobs: Knobs
+    # ended requests whose histories spec_method="suffix" keeps; 0 = it was not loaded
+    suffix_documents: int = 0
+    # drafters with weights that the engine was loaded with
+    drafters: Sequence[LoadedDrafter] = ()
     # in order of application, with the tables that they declared
     processors: Sequence[LogitsProcessor] = ()
     processor_tables: Sequence[RowTable] = ()

@@ -93,16 +93,18 @@ def fill_draft_rows(
     """
     num_accepted = 0
     matcher.fill(bits, first_row)
-    for token in drafts:
-        if token < 0 or matcher.terminated or not matcher.accept(token):
-            break
-        num_accepted += 1
-        row = first_row + num_accepted
-        if matcher.terminated:
-            # what follows the end token is discarded
-            bits[row] = ALL_ALLOWED
-        else:
-            matcher.fill(bits, row)
+    try:
+        for token in drafts:
+            if token < 0 or matcher.terminated or not matcher.accept(token):
+                break
+            num_accepted += 1
+            row = first_row + num_accepted
+            if matcher.terminated:
+                # what follows the end token is discarded
+                bits[row] = ALL_ALLOWED
+            else:
+                matcher.fill(bits, row)
+    finally:
+        matcher.rollback(num_accepted)
     bits[first_row + num_accepted + 1 : first_row + len(drafts) + 1] = bits[first_row + num_accepted]
-    matcher.rollback(num_accepted)
     return num_accepted

@@ -19,6 +19,7 @@ from mrv2.runner.async_output import OutputSlot, OutputSlots, PinnedOutput
 from mrv2.runner.protocol import AsyncOutput, LogprobRows, SchedulerOutput, StepOutput
 from mrv2.runner.v1.cached_request import PLACEHOLDER, CachedRequestState
 from mrv2.runner.v1.input_batch import InputBatch
+from mrv2.runner.v1.speculation import LogitRows, parse_output
 
 TO_LIST_WAIT = "v1: to_list"
 TOKENS_WAIT = "v1: output tokens for penalties"
@@ -32,9 +33,10 @@ class SampledStep(NamedTuple):
     req_ids: list[str]
     # [B] bool, in batch order
     discard: np.ndarray
-    # [B, 1] int64
+    # [N, 1] int64, a row behind each draft too
     sampled: torch.Tensor
     logprobs: StepLogprobs | None
+    rows: LogitRows
 
 
 @dataclass(slots=True)
@@ -87,19 +89,21 @@ class Bookkeeper:
 
         The host waits at once, so the copy stays on the main stream whatever the knob `output_copy` says.
         """
-        slot = self.slots.take(len(step.req_ids))
+        slot = self.slots.take(step.rows.num_rows)
         self._copy_out(step, slot, self.main)
         self.transfer_event.record(self.main)
         self.transfer_event.synchronize(TO_LIST_WAIT)
-        # [B, 1]
-        sampled = slot.sampled.numpy().copy()
+        drawn: list[int] = slot.sampled[:, 0].tolist()
         self.slots.give_back(slot)
-        output = StepOutput(step.scheduled.step, step.req_ids, sampled, (~step.discard).astype(np.int32))
+        token_lists = parse_output(step.rows, drawn, step.discard.tolist())
+        # [B, 1 + k]
+        sampled = np.full((len(step.req_ids), int(step.rows.counts.max())), PLACEHOLDER, dtype=np.int64)
+        for row, tokens in enumerate(token_lists):
+            sampled[row, : len(tokens)] = tokens
+        counts = np.array([len(tokens) for tokens in token_lists], dtype=np.int32)
+        output = StepOutput(step.scheduled.step, step.req_ids, sampled, counts)
         if step.logprobs is not None:
             step.logprobs.arrive(output)
-        token_lists: list[list[int]] = sampled.tolist()
-        for row in np.flatnonzero(step.discard).tolist():
-            token_lists[row].clear()
         for row, tokens in enumerate(token_lists):
             if tokens:
                 self._append(row, step.req_ids[row], tokens)
@@ -196,7 +200,8 @@ def _in_scheduling_order(step: SampledStep, arrived: StepOutput) -> StepOutput:
     place = {row: at for at, row in enumerate(order)}
     logprobs = arrived.logprobs
     if logprobs is not None:
-        logprobs = LogprobRows(logprobs.token_ids[order], logprobs.logprobs[order], logprobs.ranks[order])
+        rows = step.rows.in_order(order)
+        logprobs = LogprobRows(logprobs.token_ids[rows], logprobs.logprobs[rows], logprobs.ranks[rows])
     return StepOutput(
         step.scheduled.step,
         step.scheduled.req_ids,

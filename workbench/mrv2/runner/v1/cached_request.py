@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mrv2.runner.protocol import NewRequest, RowSampling
 
@@ -22,6 +22,8 @@ class CachedRequestState:
     num_computed_tokens: int
     # G lists of physical block ids
     block_ids: tuple[list[int], ...]
+    # for its next step
+    draft_token_ids: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: NewRequest) -> CachedRequestState:

@@ -1,6 +1,7 @@
 """Bias, penalties, bad words and thinking budget, written down by the host from its token lists in every step.
 
-Legend: B requests (one logits row each), V vocabulary, n entries (a batch row and a token id each).
+Legend: B logits rows (one a request, and one behind each draft), V vocabulary, n entries (a logits row and a token
+id each).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from mrv2.device import Device, Stream
 from mrv2.runner.v1.cached_request import CachedRequestState
 from mrv2.runner.v1.input_batch import InputBatch
+from mrv2.runner.v1.speculation import LogitRows
 from mrv2.runner.v1.step_sender import StepSender
 from mrv2_kernels.sampling.thinking_budget import FORCED_LOGIT, forced_token
 
@@ -62,7 +64,12 @@ class FeatureBuilder:
         self.sender = StepSender(device, "v1 features", depth=depth)
 
     def build(
-        self, step: int, batch: InputBatch, requests: dict[str, CachedRequestState], stream: Stream
+        self,
+        step: int,
+        batch: InputBatch,
+        requests: dict[str, CachedRequestState],
+        rows: LogitRows,
+        stream: Stream,
     ) -> FeatureTensors | None:
         """Return the step's features on the device; None if no request of the batch has any."""
         if not batch.feature_reqs:
@@ -70,9 +77,17 @@ class FeatureBuilder:
         allowed_rows: list[int] = []
         allowed, biased, stops, bad_words, forced = (_Entries() for _ in range(5))
         has_penalties = False
-        for row, req_id in enumerate(batch.ids):
-            state = requests[req_id]
+        states: list[CachedRequestState] = []
+        # of each logits row: the outputs before it, drafts included
+        histories: list[list[int]] = []
+        ids = batch.ids
+        for row, (owner, place) in enumerate(rows.places()):
+            state = requests[ids[owner]]
             params, outputs = state.sampling, state.output_token_ids
+            if place:
+                outputs = outputs + [max(draft, 0) for draft in rows.drafts[owner][:place]]
+            states.append(state)
+            histories.append(outputs)
             has_penalties = has_penalties or params.has_penalty
             if params.allowed_token_ids:
                 allowed_rows.append(row)
@@ -89,7 +104,8 @@ class FeatureBuilder:
                 tokens = state.prompt_token_ids + outputs
                 end = forced_token(tokens, len(state.prompt_token_ids), thinking.budget, thinking.start, thinking.end)
                 forced.add(row, () if end is None else (end,))
-        states = [requests[req_id] for req_id in batch.ids] if has_penalties else []
+        if not has_penalties:
+            states, histories = [], []
         penalties = [
             (s.sampling.repetition_penalty, s.sampling.frequency_penalty, s.sampling.presence_penalty) for s in states
         ]
@@ -99,7 +115,7 @@ class FeatureBuilder:
         parts += [
             np.array(biased.values, dtype=np.float32).view(np.int32),
             self._padded([s.prompt_token_ids for s in states]),
-            self._padded([s.output_token_ids for s in states]),
+            self._padded(histories),
             np.array(penalties, dtype=np.float32).reshape(len(states), 3).view(np.int32),
         ]
         words, (first, *views) = self.sender.send(step, parts, stream)

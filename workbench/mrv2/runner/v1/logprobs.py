@@ -23,6 +23,7 @@ from mrv2.runner.async_logprobs import (
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.cached_request import CachedRequestState
 from mrv2.runner.v1.input_batch import InputBatch
+from mrv2.runner.v1.speculation import LogitRows
 from mrv2.runner.v1.step_sender import StepSender
 from mrv2.sampling_params import MAX_LOGPROBS
 from mrv2_models.causal_lm import CausalLM
@@ -36,8 +37,8 @@ class LogprobWork(NamedTuple):
     # [words] int32
     words: torch.Tensor
     narrow: LogprobTensors | None
-    # batch row, tensors, [m] int32 tokens that the request named or None
-    wide: list[tuple[int, LogprobTensors, torch.Tensor | None]]
+    # first logits row, rows, tensors, [m] int32 tokens that the request named or None
+    wide: list[tuple[int, int, LogprobTensors, torch.Tensor | None]]
     # tensors, and [n] int32 tokens that follow those of the chunk
     prompts: list[tuple[PromptChunk, LogprobTensors, torch.Tensor]]
 
@@ -49,7 +50,10 @@ class LogprobKeeper:
         r = resources
         self.device = r.device
         self.slots = LogprobSlots(
-            r.device, count=count, max_num_seqs=r.max_num_seqs, max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size)
+            r.device,
+            count=count,
+            max_num_seqs=r.max_num_seqs * (1 + r.max_num_spec_tokens),
+            max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
         )
         self.pool = LogprobPool(r.device)
         self.sender = StepSender(r.device, "v1 logprob ids", depth=count + 1)
@@ -62,6 +66,7 @@ class LogprobKeeper:
         discard: np.ndarray,
         # [B + 1]
         query_start_loc: np.ndarray,
+        rows: LogitRows,
     ) -> StepLogprobs | None:
         """Return the step's tensors and their destinations; None if no request of the batch wants any."""
         if not batch.logprob_reqs:
@@ -74,7 +79,7 @@ class LogprobKeeper:
             if num_named or params.num_logprobs > MAX_LOGPROBS:
                 if not discard[row]:
                     width = 1 + (num_named or params.num_logprobs)
-                    step.wide[row] = LogprobTransfer.make(self.device, self.pool, 1, width)
+                    step.wide[row] = LogprobTransfer.make(self.device, self.pool, int(rows.counts[row]), width)
             else:
                 narrow = max(narrow, params.num_logprobs)
             computed = int(batch.num_computed_tokens.np[row])
@@ -85,7 +90,7 @@ class LogprobKeeper:
                 chunk.pieces.append(PromptPiece(row, 0, count, computed + 1, width))
                 step.prompts.append((chunk, LogprobTransfer.make(self.device, self.pool, count, width)))
         if narrow >= 0:
-            step.narrow = LogprobTransfer.make(self.device, self.slots, batch.num_reqs, 1 + narrow)
+            step.narrow = LogprobTransfer.make(self.device, self.slots, rows.num_rows, 1 + narrow)
         return step
 
     def work(
@@ -94,6 +99,7 @@ class LogprobKeeper:
         step: StepLogprobs,
         batch: InputBatch,
         requests: dict[str, CachedRequestState],
+        rows: LogitRows,
         stream: Stream,
     ) -> LogprobWork:
         """Send the ids that step `number` needs and return what is to be gathered."""
@@ -109,7 +115,10 @@ class LogprobKeeper:
         return LogprobWork(
             words,
             step.narrow.tensors if step.narrow is not None else None,
-            [(row, transfer.tensors, ids.get(row)) for row, transfer in step.wide.items()],
+            [
+                (int(rows.firsts[row]), int(rows.counts[row]), transfer.tensors, ids.get(row))
+                for row, transfer in step.wide.items()
+            ],
             [
                 (chunk, transfer.tensors, view)
                 for (chunk, transfer), view in zip(step.prompts, views[len(named) :], strict=True)

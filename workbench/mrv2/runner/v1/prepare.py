@@ -18,6 +18,7 @@ from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v1.cached_request import CachedRequestState
 from mrv2.runner.v1.cpu_gpu_buffer import CpuGpuBuffer
 from mrv2.runner.v1.input_batch import InputBatch
+from mrv2.runner.v1.speculation import LogitRows
 from mrv2_kernels.state.block_table import compute_slot_mapping
 from mrv2_models.model_state import ForwardBatch
 
@@ -40,6 +41,10 @@ class PreparedStep:
     batch: ForwardBatch
     # [B] bool: the step ends inside the request's known tokens, so its sampled token is dropped
     discard: np.ndarray
+    rows: LogitRows
+    # [N] int32 each, if there are drafts: token and batch row of each logits row
+    row_tokens: torch.Tensor | None = None
+    row_owners: torch.Tensor | None = None
 
 
 class InputPreparer:
@@ -50,7 +55,7 @@ class InputPreparer:
         self.batch = batch
         self.main = main
         device, buffers = r.device, r.forward.buffers
-        rows, tokens = r.max_num_seqs, r.max_num_batched_tokens
+        rows, tokens = r.max_num_seqs, r.forward.buffers.input_ids.shape[0]
         # [T], [R + 1]: the device half is what the model reads
         self.input_ids = CpuGpuBuffer(device, tokens, torch.int32, buffers.input_ids)
         self.query_start_loc = CpuGpuBuffer(device, rows + 1, torch.int32, buffers.query_start_loc)
@@ -62,6 +67,10 @@ class InputPreparer:
         self.discard = CpuGpuBuffer(device, rows, torch.bool)
         self.scatter_targets = CpuGpuBuffer(device, rows, torch.int64)
         self.scatter_sources = CpuGpuBuffer(device, rows, torch.int64)
+        width = 1 + r.max_num_spec_tokens
+        # [R * (1 + K)]
+        self.row_tokens = CpuGpuBuffer(device, rows * width, torch.int32)
+        self.row_owners = CpuGpuBuffer(device, rows * width, torch.int32)
         # [max(R, T)]
         self.arange = np.arange(max(rows, tokens), dtype=np.int32)
         self.num_slices = 0
@@ -73,6 +82,7 @@ class InputPreparer:
         scheduled: SchedulerOutput,
         num_scheduled: dict[str, int],
         previous: SampledOnDevice | None,
+        rows: LogitRows,
     ) -> PreparedStep:
         """Submit everything before the forward pass; the pinned buffers are free again once it has run."""
         batch, main = self.batch, self.main
@@ -80,6 +90,11 @@ class InputPreparer:
         batch.block_table.commit(main, num_reqs)
 
         ids = batch.ids
+        for row, drafts in enumerate(rows.drafts):
+            if drafts:
+                # behind the known tokens, where the next ones overwrite them
+                known = int(batch.num_tokens[row])
+                batch.token_ids_cpu[row, known : known + len(drafts)] = np.maximum(drafts, 0)
         # [B]
         counts = np.array([num_scheduled[req_id] for req_id in ids], dtype=np.int32)
         computed = batch.num_computed_tokens.np[:num_reqs]
@@ -134,7 +149,13 @@ class InputPreparer:
             self.num_scheduled.copy_to_gpu(main, num_reqs),
             self.resources.block_size,
         )
-        return PreparedStep(key, forward_batch, discard)
+        step = PreparedStep(key, forward_batch, discard, rows)
+        if rows.has_drafts:
+            for array, buffer in zip(rows.index_arrays(ends), (self.row_tokens, self.row_owners), strict=True):
+                buffer.np[: len(array)] = array
+            step.row_tokens = self.row_tokens.copy_to_gpu(main, rows.num_rows)
+            step.row_owners = self.row_owners.copy_to_gpu(main, rows.num_rows)
+        return step
 
     def _send_input_ids(
         self,

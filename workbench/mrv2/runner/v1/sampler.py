@@ -3,7 +3,7 @@
 Its noise is the stateless one of the V2 sampler: ``argmax(p / E)`` and ``argmax(log p - log E)`` are the
 same token, so that both runners give a request the same tokens.
 
-Legend: B requests (one logits row each), V vocabulary.
+Legend: B logits rows (one a request, and one behind each draft), V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def sample(
     if logprobs is not None and raw_logprobs is not None:
         if logprobs.narrow is not None:
             gather_logprobs(raw_logprobs, sampled, logprobs.narrow)
-        for row, out, named in logprobs.wide:
-            gather_logprobs(raw_logprobs[row : row + 1], sampled[row : row + 1], out, named)
+        for first, count, out, named in logprobs.wide:
+            own = slice(first, first + count)
+            gather_logprobs(raw_logprobs[own], sampled[own], out, named)
 
 
 def _sample_random(

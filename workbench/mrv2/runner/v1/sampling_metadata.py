@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,3 +25,17 @@ class SamplingMetadata:
     top_k: torch.Tensor | None = None
     # [B] float32, 0 = off
     min_p: torch.Tensor | None = None
+
+    def expanded(
+        self,
+        # [N] int32: batch row of each logits row
+        owners: torch.Tensor,
+    ) -> SamplingMetadata:
+        """Return the metadata of N logits rows; device code."""
+        temperature, seeds = self.temperature, self.seeds
+        return replace(
+            self,
+            rows=owners,
+            temperature=None if temperature is None else temperature.index_select(0, owners),
+            seeds=None if seeds is None else seeds.index_select(0, owners),
+        )

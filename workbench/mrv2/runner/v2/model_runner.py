@@ -30,9 +30,11 @@ from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.grammar_masks import GrammarMasks
 from mrv2.runner.protocol import GrammarMask, GraphSet, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
+from mrv2.runner.v2.draft_mirror import DraftMirror
+from mrv2.runner.v2.drafting import Drafting
 from mrv2.runner.v2.request_state import RequestState
-from mrv2.runner.v2.sampler import Sampler, SamplingPlan
-from mrv2.runner.v2.sampling.context import SamplingContext
+from mrv2.runner.v2.sampler import Sampler, SamplingPlan, sample_rows
+from mrv2.runner.v2.sampling.context import LogitsHolder, SamplingContext
 from mrv2.runner.v2.sampling.logprobs import LogprobPlan, WideRow, gather_prompt, gather_sampled
 from mrv2.runner.v2.speculation import Speculation
 from mrv2.runner.v2.step_graph import ReplayedStep, StepGraphs
@@ -45,15 +47,6 @@ from mrv2_kernels.state.block_table import compute_slot_mapping, gather_block_ta
 from mrv2_kernels.state.staged_write import apply_staged_writes
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.model_state import ForwardBatch, ModelState
-
-
-class LogitsHolder:
-    """Carries the logits from one device stage to the next; filled and read in stream order."""
-
-    __slots__ = ("ctx", "logits")
-
-    logits: torch.Tensor
-    ctx: SamplingContext
 
 
 class ExecuteModelState(NamedTuple):
@@ -87,7 +80,9 @@ class ModelRunnerV2:
             tables=r.processor_tables,
             max_num_spec_tokens=r.max_num_spec_tokens,
         )
+        width = 1 + r.max_num_spec_tokens
         self.speculation = Speculation(r, self.state)
+        self.drafting = Drafting(r, self.state)
         self.sampler = Sampler(r, self.state.arena)
         self.upload = StepUpload(
             r.device, self.state.arena, r.max_num_seqs, r.forward.buffers.step_words, depth=r.max_queue_depth + 1
@@ -96,10 +91,10 @@ class ModelRunnerV2:
             r.device,
             r.device.stream("grammar"),
             depth=r.max_queue_depth + 1,
-            max_num_seqs=r.max_num_seqs,
+            max_num_masks=r.max_num_seqs * width,
             vocab_size=r.vocab_size,
         )
-        width = 1 + r.max_num_spec_tokens
+        self.draft_mirror = DraftMirror(r.device, self.state.draft_tokens)
         self.output_slots = OutputSlots(
             r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs, max_width=width
         )
@@ -111,7 +106,7 @@ class ModelRunnerV2:
         # [R * (1 + K)] int32, written by each step
         self.logits_indices = r.device.zeros((r.max_num_seqs * width,), torch.int32)
         self.step_graphs = StepGraphs(r, self.state, self.sampler, self.upload, self.output_slots, self.token_index)
-        self.graph_sets: Sequence[GraphSet] = (self.step_graphs,)
+        self.graph_sets: Sequence[GraphSet] = (self.step_graphs, self.drafting.graphs)
         self.stats = RunnerStats()
         # the batch of the last step, and the same as rows [B] int32
         self._req_ids: list[str] | None = None
@@ -176,14 +171,17 @@ class ModelRunnerV2:
             return self.step_graphs.finish(pending, self.main, self._output_stream())
         scheduled, batch, forward_batch, plan, holder = pending
         num_reqs, num_drafts = scheduled.num_reqs, int(scheduled.num_draft_tokens.sum())
-        assert not num_drafts or (grammar is None and plan.logprobs is None), "such a batch gets no drafts"
         if grammar is not None:
-            # one logits row a request, in scheduling order
-            self.grammar_masks.submit(grammar.batch_rows, holder)
+            self.grammar_masks.submit(grammar.logits_rows(scheduled.num_draft_tokens), holder)
         # [N, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
         targets = self.device.empty((num_reqs + num_drafts, 1), torch.int64)
-        self.main.run(stages.SAMPLE, self._sample, holder, self.sampler, plan, targets)
-        verified = self.speculation.submit_verification(self.main, scheduled, batch, targets) if num_drafts else None
+        verified = None
+        if num_drafts:
+            verified = self.speculation.submit(
+                self.main, self.resources.knobs, scheduled, batch, holder, self.sampler, plan, targets
+            )
+        else:
+            self.main.run(stages.SAMPLE, sample_rows, holder, self.sampler, plan, targets)
         logprobs = None
         if plan.logprobs is not None:
             logprobs = self._gather_logprobs(plan.logprobs, holder, forward_batch, targets)
@@ -200,12 +198,18 @@ class ModelRunnerV2:
             num_sampled,
             num_rejected,
         )
-        max_len = int((scheduled.num_computed_tokens + scheduled.num_scheduled_tokens).max()) + 1
-        self.speculation.submit_drafts(self.main, self.resources.knobs, batch.idx_mapping, num_sampled, max_len)
+        self.draft_mirror.before_drafting()
+        self.drafting.submit_drafts(self.main, self.resources.knobs, scheduled, batch.idx_mapping, num_sampled)
+        if grammar is not None and scheduled.num_next_drafts:
+            self.draft_mirror.submit()
         end_of_step = self.main.record_event()
         self.upload.release(batch.sent, end_of_step)
         self.grammar_masks.release(end_of_step)
         return output
+
+    def take_drafts(self, req_ids: list[str]) -> np.ndarray:
+        """Return the drafts that lie ready for requests that follow a grammar: a named wait. [n, K_max] int64"""
+        return self.draft_mirror.read([self.state.row_of[req_id] for req_id in req_ids])
 
     def reset(self) -> None:
         """Forget every request."""
@@ -217,6 +221,7 @@ class ModelRunnerV2:
         state = self.state
         for row in state.free(scheduled.freed_req_ids):
             self.model_state.remove_request(row)
+            self.drafting.remove_request(self.main, row)
         for request in scheduled.new_requests:
             row = state.add(request, self.sampler)
             self.model_state.add_request(row, request.token_ids, request.num_computed_tokens)
@@ -449,10 +454,6 @@ class ModelRunnerV2:
         holder.ctx = SamplingContext(
             batch.idx_mapping, logit_slots, positions, local_positions, logits_indices, buffers.input_ids
         )
-
-    @staticmethod
-    def _sample(holder: LogitsHolder, sampler: Sampler, plan: SamplingPlan, sampled: torch.Tensor) -> None:
-        sampler.sample(holder.logits, holder.ctx, plan, sampled.view(-1))
 
     @staticmethod
     def _gather_sampled(

@@ -17,7 +17,7 @@ from mrv2.runner.protocol import RowSampling, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.arena import DeviceArena
 from mrv2.runner.v2.sampling.bad_words import BAD_WORDS_ROW_WORDS, BadWordsState
-from mrv2.runner.v2.sampling.context import SamplerFeature, SamplingContext
+from mrv2.runner.v2.sampling.context import LogitsHolder, SamplerFeature, SamplingContext
 from mrv2.runner.v2.sampling.logit_bias import BIAS_ROW_WORDS, LogitBiasState
 from mrv2.runner.v2.sampling.logprobs import LOGPROB_IDS_ROW_WORDS, LogprobPlan, LogprobState
 from mrv2.runner.v2.sampling.penalties import PENALTY_WORDS, PenaltyState
@@ -51,6 +51,8 @@ class SamplingPlan:
     logprobs: LogprobPlan | None
     # batch row -> why its request must end; filled by device code
     errors: dict[int, str]
+    # logits rows that must not yield a token, filled by device code: whether one is reached, the drafts decide
+    failed: list[int]
 
 
 class Sampler:
@@ -84,9 +86,17 @@ class Sampler:
         """Return what has to be launched for the batch `rows` [B]; `variant` is the knob `sampler`."""
         features: list[tuple[SamplerFeature, Any]] = []
         if self._has_feature[rows].any():
-            features = [(feature, feature.plan(rows)) for feature in self.features if feature.used[rows].any()]
-        errors = next((planned.errors for _, planned in features if isinstance(planned, ProcessorPlan)), {})
-        return SamplingPlan(features, self.token_draw.plan(rows, variant), self.logprobs.plan(scheduled, rows), errors)
+            num_logits = scheduled.num_draft_tokens + 1
+            features = [
+                (feature, feature.plan(rows, num_logits)) for feature in self.features if feature.used[rows].any()
+            ]
+        ran = next((planned for _, planned in features if isinstance(planned, ProcessorPlan)), None)
+        return SamplingPlan(
+            features,
+            self.token_draw.plan(rows, variant),
+            self.logprobs.plan(scheduled, rows),
+            *((ran.errors, ran.failed) if ran is not None else ({}, [])),
+        )
 
     def sample(
         self,
@@ -98,8 +108,33 @@ class Sampler:
         sampled: torch.Tensor,
     ) -> None:
         """Draw one token a row; device code."""
+        logits = self._with_features(logits, ctx, plan)
+        self.token_draw.draw(plan.draw, logits, ctx, sampled, may_change=bool(plan.features))
+
+    def target(self, logits: torch.Tensor, ctx: SamplingContext, plan: SamplingPlan) -> torch.Tensor:
+        """Return what verification by probabilities reads; device code. [N, V]
+
+        Divided by the temperature and masked if ``plan.draw.is_truncated``, else without either.
+        """
+        return self.token_draw.target(plan.draw, self._with_features(logits, ctx, plan), ctx)
+
+    @staticmethod
+    def _with_features(logits: torch.Tensor, ctx: SamplingContext, plan: SamplingPlan) -> torch.Tensor:
         if plan.features:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
             for feature, planned in plan.features:
                 feature.apply(logits, ctx, planned)
-        self.token_draw.draw(plan.draw, logits, ctx, sampled, may_change=bool(plan.features))
+            for row in plan.failed:
+                logits[row] = float("nan")
+        return logits
+
+
+def sample_rows(
+    holder: LogitsHolder,
+    sampler: Sampler,
+    plan: SamplingPlan,
+    # [N, 1] int64, out
+    sampled: torch.Tensor,
+) -> None:
+    """Draw one token a logits row; device code."""
+    sampler.sample(holder.logits, holder.ctx, plan, sampled.view(-1))

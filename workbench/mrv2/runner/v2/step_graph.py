@@ -32,6 +32,7 @@ from mrv2.runner.v2.sampler import Sampler, SamplingPlan
 from mrv2.runner.v2.sampling.context import SamplingContext
 from mrv2.runner.v2.upload import SentStep, StepUpload
 from mrv2.runner.v2.variants import DrawPlan, TokenDraw, graph_plans
+from mrv2.speculators import MODEL_METHODS
 from mrv2_kernels.inputs.commit import commit_decode
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.state.staged_write import apply_packed_writes
@@ -199,6 +200,8 @@ class StepGraphs:
         return (
             knobs.cuda_graphs == "step"
             and not knobs.drafting
+            # even without drafts a drafter follows every step
+            and knobs.spec_method not in MODEL_METHODS
             and knobs.attention == "triton"
             and self.resources.forward.model_state.step_graphs
             and len(self.resources.forward.buffers.block_tables) == 1

@@ -110,9 +110,7 @@ class TokenDraw:
     ) -> None:
         """Draw one token a row; device code.  `may_change` says that `logits` are float32 or float64 and disposable."""
         arena = self.arena
-        truncation = None
-        if plan.is_truncated:
-            truncation = Truncation(arena["min_p"], arena["top_k"], arena["top_p"], plan.all_truncated)
+        truncation = self._truncation(plan)
         draw(
             plan,
             logits,
@@ -125,6 +123,19 @@ class TokenDraw:
             workspace=self.workspace,
             may_change=may_change,
         )
+
+    def target(self, plan: DrawPlan, logits: torch.Tensor, ctx: SamplingContext) -> torch.Tensor:
+        """Return a scaled and masked copy of `logits` [N, V] if a row is truncated, else `logits`; device code."""
+        truncation = self._truncation(plan)
+        if truncation is None:
+            return logits
+        return truncation.apply(logits, ctx.logit_slots, self.arena["temperature"])
+
+    def _truncation(self, plan: DrawPlan) -> Truncation | None:
+        if not plan.is_truncated:
+            return None
+        arena = self.arena
+        return Truncation(arena["min_p"], arena["top_k"], arena["top_p"], plan.all_truncated)
 
 
 def draw(

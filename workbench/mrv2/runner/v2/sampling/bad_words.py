@@ -30,7 +30,7 @@ class BadWordsState:
         elif was_used:
             self.arena.stage("bad_words", row, [0])
 
-    def plan(self, rows: np.ndarray) -> int:
+    def plan(self, rows: np.ndarray, num_logits: np.ndarray) -> int:
         """Most words of a row."""
         return int(self._num_words[rows].max())
 

@@ -46,6 +46,17 @@ class SamplingContext:
         )
 
 
+class LogitsHolder:
+    """Carries the logits from one device stage to the next; filled and read in stream order."""
+
+    __slots__ = ("ctx", "logits", "target")
+
+    # [N, V]: raw; and as verification reads them, with every feature applied
+    logits: torch.Tensor
+    target: torch.Tensor
+    ctx: SamplingContext
+
+
 class SamplerFeature(Protocol):
     """One feature: host parameters in, logits changed in place on the device.
 
@@ -60,8 +71,8 @@ class SamplerFeature(Protocol):
         """Stage a request's parameters; what the row's last owner left behind becomes neutral."""
         ...
 
-    def plan(self, rows: np.ndarray) -> Any:
-        """Return what `apply` needs to know of the batch `rows` [B]."""
+    def plan(self, rows: np.ndarray, num_logits: np.ndarray) -> Any:
+        """Return what `apply` needs to know of the batch `rows` [B], with `num_logits` [B] logits rows each."""
         ...
 
     def apply(self, logits: torch.Tensor, ctx: SamplingContext, planned: Any) -> None:

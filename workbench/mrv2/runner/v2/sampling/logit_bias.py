@@ -36,7 +36,7 @@ class LogitBiasState:
         elif was_used:
             self.arena.stage("logit_bias", row, [0] * HEADER_WORDS)
 
-    def plan(self, rows: np.ndarray) -> int:
+    def plan(self, rows: np.ndarray, num_logits: np.ndarray) -> int:
         return 0
 
     def apply(self, logits: torch.Tensor, ctx: SamplingContext, planned: int) -> None:

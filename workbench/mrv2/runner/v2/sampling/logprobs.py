@@ -34,6 +34,9 @@ class WideRow:
     """A request whose log-probabilities are gathered on their own."""
 
     batch_row: int
+    # its logits rows: the first, and how many
+    first: int
+    count: int
     # log-probabilities beside the sampled token's
     num: int
     # request row whose named tokens are meant; -1 = the most likely ones
@@ -59,7 +62,7 @@ class LogprobState:
         self.slots = LogprobSlots(
             r.device,
             count=r.max_queue_depth + 1,
-            max_num_seqs=r.max_num_seqs,
+            max_num_seqs=r.max_num_seqs * (1 + r.max_num_spec_tokens),
             max_num_logprobs=min(MAX_LOGPROBS, r.vocab_size),
         )
         self.pool = LogprobPool(r.device)
@@ -90,21 +93,29 @@ class LogprobState:
         if not self.used[rows].any():
             return None
         num_narrow = int(self._num_narrow[rows].max(initial=-1))
+        counts = scheduled.num_draft_tokens + 1
+        firsts = np.cumsum(counts) - counts
         wide = [
-            WideRow(row, int(self._num_wide[slot]), int(slot) if self._num_named[slot] else -1)
+            WideRow(
+                row,
+                int(firsts[row]),
+                int(counts[row]),
+                int(self._num_wide[slot]),
+                int(slot) if self._num_named[slot] else -1,
+            )
             for row, slot in enumerate(rows)
             if self._num_wide[slot] >= 0 and scheduled.yields_token[row]
         ]
         chunks = cut_into_chunks(self._segments(scheduled, rows)) if (self._num_prompt[rows] >= 0).any() else []
         return LogprobPlan(num_narrow, wide, chunks) if num_narrow >= 0 or wide or chunks else None
 
-    def transfers(self, plan: LogprobPlan, num_reqs: int) -> StepLogprobs:
+    def transfers(self, plan: LogprobPlan, num_rows: int) -> StepLogprobs:
         """Allocate the step's device tensors and take their pinned destinations."""
         device, step = self.device, StepLogprobs()
         if plan.num_narrow >= 0:
-            step.narrow = LogprobTransfer.make(device, self.slots, num_reqs, 1 + plan.num_narrow)
+            step.narrow = LogprobTransfer.make(device, self.slots, num_rows, 1 + plan.num_narrow)
         for row in plan.wide:
-            step.wide[row.batch_row] = LogprobTransfer.make(device, self.pool, 1, 1 + row.num)
+            step.wide[row.batch_row] = LogprobTransfer.make(device, self.pool, row.count, 1 + row.num)
         for chunk in plan.chunks:
             step.prompts.append((chunk, LogprobTransfer.make(device, self.pool, chunk.end - chunk.begin, chunk.width)))
         return step
@@ -142,11 +153,11 @@ def gather_sampled(
     if narrow is not None:
         topk_logprobs(logits, sampled, *narrow)
     for row, out in wide:
-        one = slice(row.batch_row, row.batch_row + 1)
+        own = slice(row.first, row.first + row.count)
         if row.slot < 0:
-            topk_logprobs(logits[one], sampled[one], *out)
+            topk_logprobs(logits[own], sampled[own], *out)
         else:
-            token_logprobs(logits[one], sampled[one], logprob_ids[row.slot, : row.num], *out)
+            token_logprobs(logits[own], sampled[own], logprob_ids[row.slot, : row.num], *out)
 
 
 def gather_prompt(

@@ -40,7 +40,7 @@ class PenaltyState:
         elif was_used:
             self.arena.stage("penalties", row, [0] * PENALTY_WORDS)
 
-    def plan(self, rows: np.ndarray) -> int:
+    def plan(self, rows: np.ndarray, num_logits: np.ndarray) -> int:
         """1 if a row is to be counted whole."""
         has_new = int(self._is_new[rows].any())
         self._is_new[rows] = False

@@ -18,8 +18,10 @@ from mrv2.runner.v2.sampling.context import SamplingContext
 class ProcessorPlan:
     """Who uses what in a step, and what became of it."""
 
-    # index of the processor, logits rows of the requests that use it
-    users: list[tuple[int, list[int]]]
+    # index of the processor, and (batch row, first logits row, logits rows) of the requests that use it
+    users: list[tuple[int, list[tuple[int, int, int]]]]
+    # logits rows in which a processor failed; grows in device code
+    failed: list[int] = field(default_factory=list)
     # batch row -> text; written by device code, read once the step's output has arrived
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -54,16 +56,20 @@ class LogitsProcessorState:
             self.arena.stage_scalar("processors", row, bits)
         self._bits[row], self.used[row] = bits, bits != 0
 
-    def plan(self, rows: np.ndarray) -> ProcessorPlan:
+    def plan(self, rows: np.ndarray, num_logits: np.ndarray) -> ProcessorPlan:
         """Return who uses which processor in the batch `rows` [B]."""
         bits = self._bits[rows]
         failed = {at: self._failed[row] for at, row in enumerate(rows.tolist()) if row in self._failed}
+        counts = num_logits.tolist()
+        firsts = (np.cumsum(num_logits) - num_logits).tolist()
+        failed_rows = [row for at in failed for row in range(firsts[at], firsts[at] + counts[at])]
         users = []
         for index in range(len(self.processors)):
-            mine = [at for at in np.flatnonzero(bits >> index & 1).tolist() if at not in failed]
+            users_at = np.flatnonzero(bits >> index & 1).tolist()
+            mine = [(at, firsts[at], counts[at]) for at in users_at if at not in failed]
             if mine:
                 users.append((index, mine))
-        return ProcessorPlan(users, failed)
+        return ProcessorPlan(users, failed_rows, failed)
 
     def apply(self, logits: torch.Tensor, ctx: SamplingContext, planned: ProcessorPlan) -> None:
         arena = self.arena
@@ -79,15 +85,15 @@ class LogitsProcessorState:
                 arena["total_len"],
                 *ctx.drafts,
             )
-            self._apply_one(self.processors[index], logits, context, rows, planned.errors)
+            self._apply_one(self.processors[index], logits, context, rows, planned)
 
     @staticmethod
     def _apply_one(
         processor: LogitsProcessor,
         logits: torch.Tensor,
         context: LogitsContext,
-        rows: list[int],
-        errors: dict[int, str],
+        users: list[tuple[int, int, int]],
+        planned: ProcessorPlan,
     ) -> None:
         before = logits.clone()
         try:
@@ -95,13 +101,14 @@ class LogitsProcessorState:
             processor.apply(logits, context)
         except Exception:  # whose request it is shows row by row
             logits.copy_(before)
-            for row in rows:
+            for batch_row, row in ((at, first + i) for at, first, count in users for i in range(count)):
                 alone = before[row : row + 1].clone()
                 try:
                     processor.apply_staged_writes()
                     processor.apply(alone, context.row(row))
                 except Exception as error:  # whatever a plug-in raises ends its request only
-                    errors[row] = _text(processor, "apply", error)
+                    planned.errors.setdefault(batch_row, _text(processor, "apply", error))
+                    planned.failed.append(row)
                 else:
                     logits[row : row + 1].copy_(alone)
         else:

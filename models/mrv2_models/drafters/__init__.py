@@ -1,0 +1,1 @@
+"""Draft heads: small modules that guess a target's next tokens from its hidden states."""

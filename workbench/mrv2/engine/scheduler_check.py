@@ -1,0 +1,40 @@
+"""The invariants of the scheduler, as equations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mrv2.engine.decode_batch import ScheduledEntry
+from mrv2.engine.request import RequestStatus
+
+if TYPE_CHECKING:
+    from mrv2.engine.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Assert the equations that hold between two calls of a scheduler."""
+    assert len(scheduler.running) <= scheduler.max_num_seqs, "more running requests than rows"
+    scheduler.kv.check(scheduler.running)
+    flying: dict[int, list[ScheduledEntry]] = {}
+    for record in scheduler.in_flight:
+        for entry in record.entries:
+            flying.setdefault(id(entry.request), []).append(entry)
+    for r in scheduler.requests.values():
+        mine = flying.get(id(r), [])
+        current = [e for e in mine if e.epoch == r.epoch]
+        stale = [e for e in mine if e.epoch != r.epoch]
+        assert r.num_in_flight == sum(e.yields_token for e in current), f"{r.req_id}: steps in flight"
+        assert r.num_drafts_in_flight == sum(e.num_drafts for e in current), f"{r.req_id}: drafts in flight"
+        assert r.num_stale == sum(e.yields_token for e in stale), f"{r.req_id}: stale steps"
+        assert r.num_computed - r.num_confirmed == sum(e.num_tokens for e in current), (
+            f"{r.req_id}: computed {r.num_computed} - confirmed {r.num_confirmed} != tokens in flight"
+        )
+        assert 0 <= r.num_confirmed <= r.num_computed <= r.num_ahead, f"{r.req_id}: progress out of order"
+        assert r.num_outputs + r.num_in_flight + r.num_stale <= r.max_tokens, f"{r.req_id}: too many tokens"
+        waiting = r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        assert waiting == (r in scheduler.waiting), f"{r.req_id}: {r.status} but in the wrong queue"
+        assert (r.status is RequestStatus.RUNNING) == (r in scheduler.running), f"{r.req_id}: {r.status}, wrong queue"
+        assert not (waiting and any(r.block_ids)), f"{r.req_id}: waits but holds blocks"
+        assert not (waiting and r.has_row and r.req_id not in scheduler.rows_to_free), (
+            f"{r.req_id}: waits but keeps a row"
+        )

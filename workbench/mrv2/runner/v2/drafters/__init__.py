@@ -1,0 +1,1 @@
+"""Drafters with weights: the passes that follow the target's step on the device."""
