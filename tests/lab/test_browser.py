@@ -55,6 +55,7 @@ def test_knobs_turned_while_requests_run_are_applied_and_seen(lab: LabPage) -> N
         ("sampler", "softmax_race"),
         ("spec_method", "off"),
         ("runner", "v1"),
+        ("async_scheduling", "on"),
     ]
     for knob, value in changes:
         choose(lab, knob, value)
@@ -65,10 +66,10 @@ def test_knobs_turned_while_requests_run_are_applied_and_seen(lab: LabPage) -> N
     values = lab.page.locator(".tile b").all_text_contents()
     assert sum(text != "\u2013" for text in values) >= 8, values
     assert lab.page.locator(".streams .token").count() > 20
-    # V1 beside speculation: the page says why not, before anybody asks
-    refused = lab.page.locator("[data-knob=spec_method] option").nth(1)
+    # V1 four steps ahead: the page says why not, before anybody asks
+    refused = lab.page.locator("[data-knob=queue_depth] option").nth(3)
     assert refused.is_disabled()
-    assert "does not speculate" in (refused.get_attribute("title") or "")
+    assert "queue_depth <= 2" in (refused.get_attribute("title") or "")
 
 
 def test_the_timeline_zooms_to_single_intervals_and_a_sync_row_centres_it(lab: LabPage) -> None:

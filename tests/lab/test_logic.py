@@ -301,7 +301,7 @@ def test_presets_set_every_knob_or_say_why_not() -> None:
 
 def test_a_value_that_cannot_be_set_now_says_why() -> None:
     v1 = Knobs(runner="v1", sampler="softmax_race").as_dict()
-    assert "does not speculate" in why_not(v1, "spec_method", "ngram", CONFIG)
+    assert "queue_depth <= 2" in why_not(v1, "queue_depth", 4, CONFIG)
     assert why_not(v1, "queue_depth", 1, CONFIG) == ""
 
 

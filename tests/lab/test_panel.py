@@ -77,14 +77,14 @@ def test_a_refusal_is_shown_with_its_reason_beside_the_knob(panel: Panel) -> Non
     bench = panel.workbench
     bench.set(runner="v1", sampler="softmax_race")
     until(lambda: panel.widget.knobs["values"]["runner"] == "v1")
-    values = next(spec for spec in panel.widget.spec["knobs"] if spec["name"] == "spec_method")["values"]
-    assert "does not speculate" in panel.widget.knobs["why"]["spec_method"][values.index("ngram")]
-    choose(panel, "spec_method", "ngram")
+    values = next(spec for spec in panel.widget.spec["knobs"] if spec["name"] == "queue_depth")["values"]
+    assert "queue_depth <= 2" in panel.widget.knobs["why"]["queue_depth"][values.index(4)]
+    choose(panel, "queue_depth", 4)
     shown = until(
-        lambda: panel.widget.knobs["intents"].get("spec_method", {}).get("state") == "refused" and panel.widget.knobs
+        lambda: panel.widget.knobs["intents"].get("queue_depth", {}).get("state") == "refused" and panel.widget.knobs
     )
-    assert "does not speculate" in shown["intents"]["spec_method"]["reason"]
-    assert bench.knobs["spec_method"] == "off"
+    assert "queue_depth <= 2" in shown["intents"]["queue_depth"]["reason"]
+    assert bench.knobs["queue_depth"] == 2
     # a refusal is no failure of the panel
     bench.check()
 

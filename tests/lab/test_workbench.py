@@ -75,8 +75,8 @@ def test_knobs_change_while_requests_run_and_say_at_which_step(bench: Workbench)
     assert intent.state == "applied" and intent.step >= before  # type: ignore[operator]
     assert bench.knobs["async_scheduling"] is False
     assert bench.snapshot().knobs_since == intent.step
-    with pytest.raises(ConfigError, match="does not speculate"):
-        bench.set(runner="v1", spec_method="ngram")
+    with pytest.raises(ConfigError, match="queue_depth <= 2"):
+        bench.set(runner="v1", async_scheduling=True, queue_depth=4)
     assert bench.knobs["runner"] == "v2"
     assert bench.intents[-1].state == "refused"
     marks = [mark.label for mark in bench.driver.metrics.marks]
@@ -182,7 +182,7 @@ def test_both_settings_of_an_ab_get_the_same_requests_and_the_knobs_come_back(be
     pytest.importorskip("plotly")
     assert len(result.side_by_side().data) > 2
     with pytest.raises(ConfigError):
-        bench.ab("V2 sync", {"runner": "v1", "spec_method": "ngram"})
+        bench.ab("V2 sync", {"runner": "v1", "queue_depth": 4})
 
 
 def test_draws_of_one_position_fit_the_model(bench: Workbench) -> None:

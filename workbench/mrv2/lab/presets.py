@@ -17,6 +17,10 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"runner": "v1", "sampler": "softmax_race", **_SYNC},
     ),
     "V1 async": ("the same runner, launched one step ahead", {"runner": "v1", "sampler": "softmax_race"}),
+    "V1 + n-gram": (
+        "drafts looked up and verified on the host; needs the tokens of each step before the next",
+        {"runner": "v1", "sampler": "softmax_race", "spec_method": "ngram", **_SYNC},
+    ),
     "V2 sync": ("device-side preparation, but every step is waited for", _SYNC),
     "V2 async": ("the default: step n+1 is launched before the tokens of step n are known", {}),
     "V2 async, depth 4": ("the host runs up to three steps ahead", {"queue_depth": 4}),
