@@ -18,7 +18,8 @@ from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_dec
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
 from mrv2_kernels.attention.kv_write import write_kv
 from mrv2_kernels.attention.paged import paged_attention
-from mrv2_kernels.attention.plan import decode_plan
+from mrv2_kernels.attention.plan import decode_choice
+from mrv2_kernels.gemm.pdl import has_pdl
 
 AttentionBackend = Literal["triton", "sdpa"]
 # what the split-KV choice assumes where there is no GPU to ask
@@ -48,10 +49,11 @@ class AttentionMetadata:
     # [B], only for "sdpa": seq_lens or an upper bound of them, without padding
     max_seq_lens_np: np.ndarray | None = None
 
-    @property
-    def takes_fused(self) -> bool:
-        """Whether `attend_fused` serves this step."""
-        return self.uniform_decode and self.backend == "triton"
+    def takes_fused(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+        """Whether `attend_fused` serves this step: a function of the padded batch and the heads of this rank."""
+        if not self.uniform_decode or self.backend != "triton":
+            return False
+        return decode_choice(self.seq_lens.shape[0], num_kv_heads, head_dim, dtype).fused
 
 
 def attend(
@@ -122,6 +124,7 @@ def attend_fused(
     For steps with `takes_fused`; equals the family's `rotate` followed by `attend`.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    choice = decode_choice(q.shape[0], k_cache.shape[2], q.shape[2], q.dtype)
     fused_decode_attention(
         q,
         k,
@@ -137,7 +140,8 @@ def attend_fused(
         attn.slot_mapping,
         out,
         scale=scale,
-        plan=decode_plan(q.shape[0], k_cache.shape[2], q.shape[2], q.dtype),
+        plan=choice.plan,
+        pdl=choice.ahead and has_pdl(q),
     )
     return out
 

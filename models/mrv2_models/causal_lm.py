@@ -16,7 +16,15 @@ from torch import nn
 from mrv2_models.attention import AttentionMetadata, attend, attend_fused
 from mrv2_models.config import ModelConfig
 from mrv2_models.kv_cache import KVCacheSpec, LayerCache
-from mrv2_models.layers import GatedMLP, Linear, Placement, RMSNorm, VocabEmbedding, WeightSource
+from mrv2_models.layers import (
+    GatedMLP,
+    Linear,
+    Placement,
+    RMSNorm,
+    VocabEmbedding,
+    WeightSource,
+    share_workspace,
+)
 
 if TYPE_CHECKING:
     from mrv2_models.model_state import ModelState
@@ -48,20 +56,32 @@ class SelfAttention(nn.Module):
         """Return the norms that `rotate` applies to the heads of queries and keys, of one eps, or None."""
         return None
 
-    # x [T, H] -> [T, H]
+    # x, residual [T, H] -> [T, H]
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, kv_cache: LayerCache
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attn: AttentionMetadata,
+        kv_cache: LayerCache,
+        *,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Return the attention of `x`; with `norm` and `residual`, if it `fuses`, ``residual + attention(norm(x))``."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q, k, v = self.qkv(x).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
-        if attn.takes_fused:
+        q, k, v = self.qkv(x, norm=norm).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
+        if attn.takes_fused(self.num_kv_heads, self.head_dim, q.dtype):
             norms = self.head_norms()
             weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
             out = attend_fused(q, k, v, weights, eps, self.cos_sin, positions, *kv_cache, attn, self.scale)
         else:
             self.rotate(q, k, positions)
             out = attend(q, k, v, *kv_cache, attn, self.scale)
-        return self.o(out.flatten(1))
+        return self.o(out.flatten(1), residual=residual)
+
+    def fuses(self, num_rows: int) -> bool:
+        """Whether both products take in what surrounds them."""
+        return self.qkv.fuses(num_rows) and self.o.fuses(num_rows)
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensors under ``<prefix>``."""
@@ -70,7 +90,11 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP; additions to the residual stream are fused into the next norm."""
+    """Pre-norm attention and MLP; additions to the residual stream are fused into the next norm.
+
+    Where all four products of a layer fuse, which the number of rows decides, norms, activation and additions are
+    parts of the products instead: five launches, and the stream itself goes from layer to layer.
+    """
 
     def __init__(self, config: ModelConfig, attention: SelfAttention, place: Placement) -> None:
         super().__init__()
@@ -79,7 +103,7 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, place=place)
 
-    # x, residual [T, H] -> (what to add to the residual [T, H], residual [T, H])
+    # x, residual [T, H] -> (what to add to the residual [T, H], residual [T, H]), or (the sum of both, None)
     def forward(
         self,
         x: torch.Tensor,
@@ -87,7 +111,10 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         attn: AttentionMetadata,
         kv_cache: LayerCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if residual is None and self.attention.fuses(x.shape[0]) and self.mlp.fuses(x.shape[0]):
+            x = self.attention(x, positions, attn, kv_cache, norm=self.input_norm, residual=x)
+            return self.mlp(x, norm=self.post_norm, residual=x), None
         if residual is None:
             x, residual = self.input_norm(x), x
         else:
@@ -128,6 +155,7 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         tied = config.tie_word_embeddings
         self.head = self.embed if tied else VocabEmbedding(config.vocab_size, config.hidden_size, place)
+        share_workspace(self)
 
     def kv_cache_specs(self, block_size: int = 16) -> list[KVCacheSpec]:
         """Return one spec per layer; `block_size` in tokens."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mrv2_kernels.gemm import LinearWorkspace, gemv, linear, picks_for, picks_of, workspace_for
 from mrv2_kernels.layers import rms_norm, silu_and_mul
 from mrv2_models.parallel import Shard, all_gather_last, all_reduce
 
@@ -51,6 +52,8 @@ class Linear(nn.Module):
     """``x @ W.T + b`` with one or several fused outputs; a rank holds part of the outputs or of the inputs.
 
     `outputs` maps a part's checkpoint name to ``(units, rows per unit)``; units (heads, say) are never cut.
+    How a product without bias is computed is a function of its shape alone (`mrv2_kernels.gemm.picks`): every graph
+    level and every runner pads a batch to the same number of rows, so all of them add in the same order.
     """
 
     def __init__(
@@ -72,13 +75,36 @@ class Linear(nn.Module):
             columns = self.shard.divide(in_features, f"{'+'.join(outputs)} inputs")
         self.weight = place.parameter(rows, columns)
         self.bias = place.parameter(rows) if bias else None
+        self.picks = picks_of({} if bias else picks_for(place.device, place.dtype), rows, columns)
+        # for plans that split the inputs; `share_workspace` sets it
+        self.workspace: LinearWorkspace | None = None
 
     # x [T, in] -> [T, out]
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.split == "column" or self.shard.world_size == 1:
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+        # [T, out]
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the product; where it `fuses`, with a norm before it and gated activation or residual behind it."""
+        pick = self.picks.at(x.shape[0])
+        if norm is not None or gated or residual is not None:
+            assert self.fuses(x.shape[0]), f"a product of {tuple(x.shape)} and {tuple(self.weight.shape)} stands alone"
+            norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return gemv(x, self.weight, pick.fused, norm=norm_weight, eps=eps, gated=gated, residual=residual)
+        if self.bias is not None and (self.split == "column" or self.shard.world_size == 1):
             return F.linear(x, self.weight, self.bias)
-        out = all_reduce(F.linear(x, self.weight), self.shard)
+        out = linear(x, self.weight, pick.plan, self.workspace)
+        if self.split == "row":
+            out = all_reduce(out, self.shard)
         return out if self.bias is None else out.add_(self.bias)
+
+    def fuses(self, num_rows: int) -> bool:
+        """Whether products of so many rows take in what surrounds them; never on the host."""
+        return self.shard.world_size == 1 and self.picks.at(num_rows).fused is not None
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensors ``<prefix>.<part>.weight`` (and ``.bias``)."""
@@ -97,6 +123,19 @@ class Linear(nn.Module):
             if self.bias is not None:
                 yield WeightSource(f"{name}.bias", shape[:1], (rows,), self.bias[start:stop], 0.0, 0.1)
             start = stop
+
+
+def share_workspace(model: nn.Module) -> None:
+    """Give the products of a model what those that split their inputs need; one stream runs them one by one."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    products = [
+        (pick.plan, num_rows, each.weight.shape[0])
+        for each in layers
+        for num_rows, pick in zip(each.picks.num_rows, each.picks.picks, strict=True)
+    ]
+    workspace = workspace_for(products, layers[0].weight.device) if layers else None
+    for each in layers:
+        each.workspace = workspace
 
 
 class RMSNorm(nn.Module):
@@ -166,9 +205,18 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden_size, gate_up, split="column", bias=bias, place=place)
         self.down = Linear(intermediate_size, {"down_proj": (hidden_size, 1)}, split="row", bias=bias, place=place)
 
-    # x [T, H] -> [T, H]
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    # x, residual [T, H] -> [T, H]
+    def forward(
+        self, x: torch.Tensor, *, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the MLP of `x`; with `norm` and `residual`, for which it must fuse, ``residual + mlp(norm(x))``."""
+        if norm is not None:
+            return self.down(self.gate_up(x, norm=norm, gated=True), residual=residual)
         return self.down(silu_and_mul(self.gate_up(x)))
+
+    def fuses(self, num_rows: int) -> bool:
+        """Whether both products take in what surrounds them."""
+        return self.gate_up.fuses(num_rows) and self.down.fuses(num_rows)
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the three projections under ``<prefix>``."""

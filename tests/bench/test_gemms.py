@@ -28,7 +28,7 @@ from mrv2.device import make_device
 from mrv2.errors import ConfigError
 from mrv2_kernels.gemm import LIBRARY, VARIANTS, LinearPlan, why_not
 from mrv2_kernels.gemm.gemv import MAX_ROWS
-from mrv2_kernels.gemm.picks import pick, read_picks, write_picks
+from mrv2_kernels.gemm.picks import picks_of, read_picks, write_picks
 
 RESIDENT = LinearPlan("resident")
 LIMIT = Limit(4e12, "made up")
@@ -134,10 +134,19 @@ def test_picks_go_from_the_record_through_the_table(tmp_path: Path) -> None:
     table = read_picks(json.loads(path.read_text()))
     assert table["other"] == {}
     for product, plan in zip(PRODUCTS, PICKED[8], strict=True):
-        assert pick(table["GPU"], 8, product.num_outputs, product.num_inputs) == plan
-        assert pick(table["GPU"], 16, product.num_outputs, product.num_inputs) == LIBRARY
+        picks = picks_of(table["GPU"], product.num_outputs, product.num_inputs)
+        assert (picks.at(8).plan, picks.at(16).plan, picks.at(8).fused) == (plan, LIBRARY, None)
     with pytest.raises(ValueError, match="named twice"):
         write_picks("GPU", 2 * made_up_record()["picks"], path)
+
+
+def test_fused_plans_are_part_of_a_pick() -> None:
+    fused = tuple(LinearPlan("gemv", block_n=8 << at) for at in range(4))
+    record = make_record([], [], {1: (LIBRARY,) * 4, 8: (RESIDENT,) * 4}, LIMIT, {}, {1: fused})
+    picks = read_picks({"GPU": record["picks"]})["GPU"]
+    for product, plan in zip(PRODUCTS, fused, strict=True):
+        found = picks_of(picks, product.num_outputs, product.num_inputs)
+        assert found.at(1).fused == plan and found.at(2).fused is None
 
 
 def test_it_needs_cuda() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from fused_cases import fused_case
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
-from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, decode_plan
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, decode_choice, decode_plan
 from mrv2_kernels.gemm.pdl import has_pdl
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
@@ -125,3 +125,25 @@ def test_the_split_bound_is_a_power_of_two_that_falls_with_the_batch(num_kv_head
     assert counts == sorted(counts, reverse=True)
     assert set(counts) <= {1 << i for i in range(MAX_SPLITS.bit_length())}
     assert counts[-1] == 1
+
+
+@pytest.mark.parametrize("head_dim, num_kv_heads, measured", [(128, 8, (1, 8, 32, 64, 256)), (64, 3, (1, 32, 256))])
+def test_a_batch_takes_the_choice_of_the_nearest_measured_one(
+    head_dim: int, num_kv_heads: int, measured: tuple[int, ...]
+) -> None:
+    for batch in range(1, 2000):
+        nearest = min(measured, key=lambda each: max(batch / each, each / batch))
+        assert decode_choice(batch, num_kv_heads, head_dim, torch.bfloat16) == decode_choice(
+            nearest, num_kv_heads, head_dim, torch.bfloat16
+        )
+    # what counts is how many pairs there are
+    assert decode_choice(32, 1, head_dim, torch.bfloat16) == decode_choice(4, 8, head_dim, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float32), (128, torch.float32), (256, torch.bfloat16)])
+@pytest.mark.parametrize("batch", [1, 32, 256])
+def test_what_nobody_measured_is_fused_in_tiles_that_fit(head_dim: int, dtype: torch.dtype, batch: int) -> None:
+    choice = decode_choice(batch, 8, head_dim, dtype)
+    plan = choice.plan
+    assert choice.fused and not choice.ahead
+    assert 2 * plan.block_n * plan.num_stages * head_dim * dtype.itemsize <= 200 << 10

@@ -1,7 +1,10 @@
-"""How a fused decode launch is cut: tile, warps, stages and splits, as pure functions of the padded batch.
+"""How a decode step's attention is computed, as pure functions of the padded batch.
 
-Eager steps, graph replays and both runners take the same plan for the same bucket, hence sum in one order;
+Eager steps, graph replays and both runners make the same choice for the same bucket, hence sum in one order;
 how many splits a request uses follows from its own length, on the device.
+
+What was measured (an H200, `mrv2 bench --layers`) are pairs of a request and a KV head at two head sizes; other
+counts of pairs take the choice of the nearest measured one, by ratio.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 MAX_SPLITS = 32
 # (request, KV head) pairs that one launch with splits can serve
 MAX_SPLIT_PAIRS = 1 << 14
-# programs a launch aims at: several on each of 132 SMs, so that contexts of unlike lengths even out
+# programs a launch aims at where nothing was measured: several on each of 132 SMs
 _PROGRAMS = 1056
 
 
@@ -32,6 +35,34 @@ class DecodePlan:
     tiles_per_split: int
 
 
+@dataclass(frozen=True)
+class DecodeChoice:
+    """How a padded batch of single tokens is attended."""
+
+    plan: DecodePlan
+    # one launch with `plan`, or else one each for norm and rotation, KV write and attention
+    fused: bool = True
+    # the fused launch starts before its predecessor has ended, where the device can
+    ahead: bool = False
+
+
+# largest head size -> pairs -> choice; of Qwen3-0.6B (8 KV heads of 128) and SmolLM2-135M (3 of 64)
+_MEASURED: dict[int, dict[int, DecodeChoice]] = {
+    64: {
+        3: DecodeChoice(DecodePlan(128, 4, 3, num_splits=32, tiles_per_split=1), ahead=True),
+        96: DecodeChoice(DecodePlan(128, 4, 3, num_splits=2, tiles_per_split=1)),
+        768: DecodeChoice(DecodePlan(32, 4, 4, num_splits=1, tiles_per_split=16)),
+    },
+    128: {
+        8: DecodeChoice(DecodePlan(128, 4, 2, num_splits=32, tiles_per_split=1), ahead=True),
+        64: DecodeChoice(DecodePlan(128, 4, 2, num_splits=4, tiles_per_split=2)),
+        256: DecodeChoice(DecodePlan(64, 4, 3, num_splits=1, tiles_per_split=4)),
+        512: DecodeChoice(DecodePlan(32, 2, 4, num_splits=1, tiles_per_split=4), ahead=True),
+        2048: DecodeChoice(DecodePlan(32, 2, 4, num_splits=1, tiles_per_split=8), fused=False),
+    },
+}
+
+
 def split_bound(batch: int, num_kv_heads: int, programs: int = _PROGRAMS) -> int:
     """Return how many programs may share a context: a power of two that gives about `programs` in all."""
     pairs = max(batch * num_kv_heads, 1)
@@ -40,14 +71,22 @@ def split_bound(batch: int, num_kv_heads: int, programs: int = _PROGRAMS) -> int
     return 1 << (min(max(programs // pairs, 1), MAX_SPLITS).bit_length() - 1)
 
 
+@cache
+def decode_choice(batch: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeChoice:
+    """Return the choice for a padded batch."""
+    size = next((size for size in sorted(_MEASURED) if head_dim <= size), None)
+    if size is None or dtype.itemsize > 2:
+        # tiles that fit into shared memory, 128 keys a split
+        block_n, num_stages = (32, 1) if dtype.itemsize > 2 else (64, 3)
+        return DecodeChoice(DecodePlan(block_n, 4, num_stages, split_bound(batch, num_kv_heads), 128 // block_n))
+    pairs = max(batch * num_kv_heads, 1)
+    nearest = min(_MEASURED[size], key=lambda measured: max(pairs / measured, measured / pairs))
+    return _MEASURED[size][nearest]
+
+
 def decode_plan(batch: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodePlan:
-    """Return the plan of a padded batch."""
-    splits = split_bound(batch, num_kv_heads)
-    if dtype == torch.float32:
-        return DecodePlan(block_n=32, num_warps=4, num_stages=1, num_splits=splits, tiles_per_split=4)
-    if head_dim <= 64:
-        return DecodePlan(block_n=128, num_warps=4, num_stages=3, num_splits=splits, tiles_per_split=2)
-    return DecodePlan(block_n=64, num_warps=4, num_stages=3, num_splits=splits, tiles_per_split=2)
+    """Return the fused launch's plan for a padded batch, whether or not the launch is chosen."""
+    return decode_choice(batch, num_kv_heads, head_dim, dtype).plan
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
@@ -77,7 +78,7 @@ def gemv_triton(
     x: torch.Tensor,
     # [N, K]; [2 N, K] if gated
     weight: torch.Tensor,
-    plan: LinearPlan,
+    plan: LinearPlan | None = None,
     *,
     # [K]
     norm: torch.Tensor | None = None,
@@ -92,6 +93,7 @@ def gemv_triton(
 
     Raises `ValueError` for more than four rows.
     """
+    plan = plan or LinearPlan("gemv")
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0] // (2 if gated else 1)
     if num_rows > MAX_ROWS:
         raise ValueError(f"{plan.label}: {num_rows} rows, at most {MAX_ROWS}")
@@ -153,6 +155,9 @@ def gemv_torch(
         p = torch.nn.functional.silu(gate) * up
     p = (p if residual is None else p + residual.to(acc)).to(x.dtype)
     return p if out is None else out.copy_(p)
+
+
+gemv = dispatch(gemv_triton, gemv_torch)
 
 
 def aot_cases() -> list[AotCase]:

@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel starts while its predecessor still runs (compute capability 9.0 on).
 
-A kernel of this package says at once that its successor may start (`gdc_launch_dependents`), fetches weights, and
+A kernel of this kind says at once that its successor may start (`gdc_launch_dependents`), fetches weights, and
 only then waits (`gdc_wait`) for its predecessor's results:
 
     kernel n      |launch|weights n  |wait|x|multiply|store|
@@ -16,8 +16,16 @@ only then waits (`gdc_wait`) for its predecessor's results:
    its programs run, though n has not ended), so a store before the wait could hit a buffer that an older kernel
    still reads; after it, no older kernel runs.  The same makes one workspace enough for all products of a stream.
 
-A kernel launched without the attribute waits for all of its predecessor, and so, by rule 1, for all before that; a
-predecessor that never says `gdc_launch_dependents` says it by ending.  Both mix freely with these kernels.
+In a step these kernels (products, norms, activation, fused attention) have others around them (embedding, library
+products, copies, sampling), on one stream.  Both mix freely:
+
+- a kernel launched without the attribute starts when its predecessor has ended, hence, by rule 1, when all before that
+  have: it is never overtaken by one of these, which write nothing before their wait, and overtakes none;
+- behind one that never says `gdc_launch_dependents` these start when it has ended, for it says so by ending; behind
+  a library's kernel that says it early, `gdc_wait` returns only when that has ended;
+- memory that the allocator hands on within the stream is written after a wait, when all who read it have ended;
+- weights are written at load, which is synchronised before the first step;
+- a copy or an event between two kernels is waited for as a whole: the launch behind it is an ordinary one.
 """
 
 from __future__ import annotations

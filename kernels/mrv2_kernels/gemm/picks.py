@@ -1,15 +1,16 @@
 """Which plan computes which product: a table measured per GPU, read once.
 
-The choice is a function of the GPU, the padded number of rows and the shape of the weights alone, never of what else
-runs: so a token's arithmetic is the same in every step that pads to the same number of rows.  Whatever the table
-does not name is the library's.
+The choice is a function of the GPU, the dtype, the padded number of rows and the shape of the weights alone, never
+of what else runs: so a token's arithmetic is the same in every step that pads to the same number of rows.  Numbers of
+rows between two that were measured take the greater one's plan.  Whatever lies beyond the table is the library's.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,18 @@ from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan
 
 TABLE = Path(__file__).parent / "picks.json"
 
-# (rows, outputs, inputs) -> plan
-Picks = dict[tuple[int, int, int], LinearPlan]
+
+@dataclass(frozen=True)
+class Pick:
+    """How one product is computed."""
+
+    plan: LinearPlan = LIBRARY
+    # of the product together with what surrounds it in a layer (`gemm.gemv`); None where that was not faster
+    fused: LinearPlan | None = None
+
+
+# (rows, outputs, inputs) -> pick
+Picks = dict[tuple[int, int, int], Pick]
 
 
 def read_picks(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, Picks]:
@@ -36,7 +47,8 @@ def read_picks(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, Pi
             key = (entry["num_rows"], entry["num_outputs"], entry["num_inputs"])
             if key in picks:
                 raise ValueError(f"{gpu}: the product {key} is named twice")
-            picks[key] = LinearPlan(**entry["plan"])
+            fused = entry.get("fused")
+            picks[key] = Pick(LinearPlan(**entry["plan"]), None if fused is None else LinearPlan(**fused))
         found[gpu] = picks
     return found
 
@@ -53,9 +65,27 @@ def write_picks(gpu: str, entries: Iterable[Mapping[str, Any]], path: Path = TAB
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def pick(picks: Picks, num_rows: int, num_outputs: int, num_inputs: int) -> LinearPlan:
-    """Return the plan of a product whose rows are padded to `num_rows`."""
-    return picks.get((num_rows, num_outputs, num_inputs), LIBRARY)
+_LIBRARY = Pick()
+
+
+@dataclass(frozen=True)
+class ProductPicks:
+    """The picks of one product, [num_outputs, num_inputs] weights, by the number of rows."""
+
+    # ascending
+    num_rows: tuple[int, ...] = ()
+    picks: tuple[Pick, ...] = ()
+
+    def at(self, num_rows: int) -> Pick:
+        """Return the pick for a padded number of rows."""
+        index = bisect_left(self.num_rows, num_rows)
+        return self.picks[index] if index < len(self.picks) else _LIBRARY
+
+
+def picks_of(picks: Picks, num_outputs: int, num_inputs: int) -> ProductPicks:
+    """Return one product's picks."""
+    sizes = tuple(sorted(key[0] for key in picks if key[1:] == (num_outputs, num_inputs)))
+    return ProductPicks(sizes, tuple(picks[m, num_outputs, num_inputs] for m in sizes))
 
 
 @cache
@@ -64,11 +94,16 @@ def _table() -> dict[str, Picks]:
 
 
 @cache
-def picks_for(device: torch.device) -> Picks:
-    """Return the picks for a device; none on the host and for a GPU that nobody measured."""
-    return _table().get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+def picks_for(device: torch.device, dtype: torch.dtype) -> Picks:
+    """Return the picks for a device; none on the host, for a GPU that nobody measured and but for bfloat16."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return {}
+    return _table().get(torch.cuda.get_device_name(device), {})
 
 
-def as_entry(num_rows: int, num_outputs: int, num_inputs: int, plan: LinearPlan) -> dict[str, Any]:
+def as_entry(
+    num_rows: int, num_outputs: int, num_inputs: int, plan: LinearPlan, fused: LinearPlan | None = None
+) -> dict[str, Any]:
     """Return one product's line of the table."""
-    return {"num_rows": num_rows, "num_outputs": num_outputs, "num_inputs": num_inputs, "plan": asdict(plan)}
+    entry = {"num_rows": num_rows, "num_outputs": num_outputs, "num_inputs": num_inputs, "plan": asdict(plan)}
+    return entry if fused is None else entry | {"fused": asdict(fused)}

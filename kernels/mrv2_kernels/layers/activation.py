@@ -8,12 +8,16 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, intermediate_size, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, intermediate_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,7 +39,10 @@ def silu_and_mul_triton(
     out = torch.empty((num_rows, intermediate_size), dtype=x.dtype, device=x.device)
     if num_rows > 0:
         grid = (num_rows, cdiv(intermediate_size, BLOCK))
-        _silu_and_mul_kernel[grid](x, out, x.stride(0), intermediate_size, BLOCK=BLOCK, num_warps=4)
+        pdl = has_pdl(x)
+        _silu_and_mul_kernel[grid](
+            x, out, x.stride(0), intermediate_size, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
     return out
 
 
@@ -54,4 +61,4 @@ silu_and_mul = dispatch(silu_and_mul_triton, silu_and_mul_torch)
 def aot_cases() -> list[AotCase]:
     """Return a representative signature of each kernel of this module."""
     signature = {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_stride": "i32", "intermediate_size": "i32"}
-    return [AotCase(_silu_and_mul_kernel, signature, {"BLOCK": BLOCK})]
+    return [AotCase(_silu_and_mul_kernel, signature, {"BLOCK": BLOCK, "PDL": True})]

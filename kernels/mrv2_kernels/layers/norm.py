@@ -3,7 +3,8 @@
     s = x + residual            (rounded to the dtype of x, as the unfused addition would)
     out = s / sqrt(mean(s^2) + eps) * weight
 
-Sums are fp64 for fp64 input, else fp32; the result is rounded once.
+Sums are fp64 for fp64 input, else fp32; the result is rounded once.  A program reads its weights before it waits for
+the kernel that makes x (`mrv2_kernels.gemm.pdl`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 
 @triton.jit
@@ -29,12 +31,17 @@ def _rms_norm_kernel(
     EPS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     cols = tl.arange(0, BLOCK)
     mask = cols < hidden_size
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(ACC)
+    if PDL:
+        gdc_wait()
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(ACC)
@@ -64,7 +71,7 @@ def rms_norm_triton(
         return out if residual is None else (out, summed)
     source = x if residual is None else residual
     assert source.stride(1) == 1, f"rms_norm needs contiguous residual rows, got strides {source.stride()}"
-    block = next_power_of_2(hidden_size)
+    block, pdl = next_power_of_2(hidden_size), has_pdl(x)
     _rms_norm_kernel[(num_rows,)](
         x,
         source,
@@ -77,7 +84,9 @@ def rms_norm_triton(
         EPS=eps,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
+        PDL=pdl,
         num_warps=min(max(block // 256, 1), 8),
+        launch_pdl=pdl,
     )
     return out if residual is None else (out, summed)
 
@@ -105,5 +114,5 @@ def aot_cases() -> list[AotCase]:
     """Return a representative signature of each kernel of this module."""
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "summed_ptr"), "*bf16")
     sizes = {"x_stride": "i32", "residual_stride": "i32", "hidden_size": "i32"}
-    constants: dict[str, object] = {"EPS": 1e-6, "HAS_RESIDUAL": True, "BLOCK": 1024}
+    constants: dict[str, object] = {"EPS": 1e-6, "HAS_RESIDUAL": True, "BLOCK": 1024, "PDL": True}
     return [AotCase(_rms_norm_kernel, pointers | sizes, constants)]

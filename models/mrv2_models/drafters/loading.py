@@ -13,6 +13,7 @@ from mrv2_models.drafters.eagle3 import Eagle3Head
 from mrv2_models.drafters.head import DraftHead
 from mrv2_models.drafters.mtp import MTPHead
 from mrv2_models.errors import ModelFileError
+from mrv2_models.layers import share_workspace
 from mrv2_models.rope import cos_sin_table
 from mrv2_models.weights import Checkpoint, fill_random
 
@@ -103,7 +104,9 @@ def random_head(
 def _build(config: DraftConfig, target: CausalLM) -> DraftHead:
     table_dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
     table = cos_sin_table(config.layer_config().rope, config.head_dim, target.max_model_len)
-    return HEADS[config.method](config, target, table.to(table_dtype).to(target.device))
+    head = HEADS[config.method](config, target, table.to(table_dtype).to(target.device))
+    share_workspace(head)
+    return head
 
 
 def _check_hash(config: DraftConfig, folder: Path | None, strict: bool) -> None:

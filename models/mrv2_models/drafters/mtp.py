@@ -54,7 +54,7 @@ class MTPHead(DraftHead):
         """See `DraftHead.forward`."""
         both = torch.cat([self.embedding_norm(self.embed(input_ids)), self.hidden_norm(features)], dim=-1)
         x, residual = self.layer(self.join(both), None, positions, attn, kv_cache)
-        return x + residual
+        return x if residual is None else x + residual
 
     def weight_sources(self) -> Iterator[WeightSource]:
         """Yield every tensor of the head's checkpoint but ``d2t``."""

@@ -15,7 +15,7 @@ NUM_LAYERS = 28
 # of the norms
 EPS = 1e-6
 # rows to which a step's batch is padded
-BUCKETS: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256)
+BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)

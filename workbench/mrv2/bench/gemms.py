@@ -7,7 +7,9 @@ holds.  Each reads a part of what the one before wrote.  Per batch size:
 2. every plan that passed is timed on its product alone: a graph of 28 of them;
 3. chains of all 112 products are timed: all by the library; the fastest of each variant per product; the fastest of
    all per product; and the best found from there by exchanging one product's plan at a time ("picked");
-4. the picked chain must give the library's result within rounding, and the same bits when its kernels are launched
+4. the picked chain is timed once more with the kernels between the products of a layer, and against it, for up to
+   four rows, products that take those in ("fused"); they are picked where they are faster;
+5. the picked chain must give the library's result within rounding, and the same bits when its kernels are launched
    one by one.
 
 Times are medians of replays by CUDA events, the graph's launch included.  What was picked goes into the record in
@@ -18,9 +20,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,8 +45,9 @@ from mrv2.device import Device
 from mrv2.errors import ConfigError
 from mrv2.instrument import recording
 from mrv2_kernels.gemm import LIBRARY, VARIANTS, LinearPlan, LinearWorkspace, linear, workspace_for
-from mrv2_kernels.gemm.gemv import gemv_triton
+from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_triton
 from mrv2_kernels.gemm.picks import as_entry
+from mrv2_kernels.layers import rms_norm, silu_and_mul
 
 KIND = "mrv2-gemms"
 _STAGE, _BEFORE = "measure", "measure: before"
@@ -103,14 +107,19 @@ def measure_gemms(
     limit = measure_read_bandwidth(device)
     torch.cuda.empty_cache()
     tasks = [Task(m, product, plan) for m in buckets for product in PRODUCTS for plan in candidates(m, product)]
-    if 1 in buckets:
-        tasks += [Task(1, product, plan, fused=True) for product in PRODUCTS for plan in fused_candidates(1, product)]
+    tasks += [
+        Task(m, product, plan, fused=True)
+        for m in buckets
+        for product in PRODUCTS
+        for plan in fused_candidates(m, product)
+    ]
     progress(f"gemms: compiling and checking {len(tasks)} plans")
     verdicts = check_all(tasks, num_processes=num_processes or min(16, os.cpu_count() or 1))
     seconds = {"check": time.perf_counter() - begin}
     products: list[ProductTime] = []
     chains: list[ChainTime] = []
     picked: dict[int, Plans] = {}
+    fused: dict[int, Plans] = {}
     stack = _Stack(device)
     for num_rows in buckets:
         progress(f"gemms: {num_rows} rows, {time.perf_counter() - begin:.0f} s so far")
@@ -119,8 +128,10 @@ def measure_gemms(
         products += bucket.products
         chains += bucket.chains
         picked[num_rows] = bucket.picked
+        if bucket.fused is not None:
+            fused[num_rows] = bucket.fused
     seconds["all"] = time.perf_counter() - begin
-    return make_record(products, chains, picked, limit, seconds)
+    return make_record(products, chains, picked, limit, seconds, fused)
 
 
 def make_record(
@@ -129,8 +140,10 @@ def make_record(
     picked: dict[int, Plans],
     limit: Limit,
     seconds: dict[str, float],
+    fused: Mapping[int, Plans] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the record: environment, limit, all that was tried, and the picks."""
+    alone = (None,) * len(PRODUCTS)
     return {
         "kind": KIND,
         "environment": environment(),
@@ -143,9 +156,9 @@ def make_record(
         "chains": [asdict(each) for each in chains],
         "products": [asdict(each) for each in products],
         "picks": [
-            as_entry(m, product.num_outputs, product.num_inputs, plan)
+            as_entry(m, product.num_outputs, product.num_inputs, plan, fused_plan)
             for m, plans in picked.items()
-            for product, plan in zip(PRODUCTS, plans, strict=True)
+            for product, plan, fused_plan in zip(PRODUCTS, plans, fused.get(m, alone), strict=True)
         ],
     }
 
@@ -271,6 +284,8 @@ class _Bucket:
         self.products: list[ProductTime] = []
         self.chains: list[ChainTime] = []
         self.picked: Plans = (LIBRARY,) * len(PRODUCTS)
+        # if that is faster than `picked` among kernels for norms, activation and additions
+        self.fused: Plans | None = None
         # per product: [M, N] bf16
         self.outs = [device.zeros((num_rows, product.num_outputs), DTYPE) for product in PRODUCTS]
         # per product: [M, K], a part of what the product before wrote
@@ -283,7 +298,7 @@ class _Bucket:
         self.library_result: torch.Tensor | None = None
 
     def measure(self, verdicts: dict[Task, Verdict]) -> None:
-        """Fill `products`, `chains` and `picked`."""
+        """Fill `products`, `chains`, `picked` and `fused`."""
         times: list[dict[LinearPlan, float]] = [self._times(index, verdicts) for index in range(len(PRODUCTS))]
         self._chain("library", self.picked)
         ranked = [sorted(found, key=lambda plan, found=found: found[plan]) for found in times]
@@ -305,8 +320,9 @@ class _Bucket:
         self._chain("picked", plans)
         if self.num_rows in _LATE_TOO:
             self._chain("picked, none ahead", tuple(replace(plan, ahead=False) for plan in plans))
-        if self.num_rows == 1:
-            self._measure_fused(verdicts)
+        separate = self._note("picked, in layers", plans, self._layer_work(plans), compare=False)
+        if self.num_rows <= MAX_ROWS:
+            self._measure_fused(verdicts, separate)
 
     def _times(self, index: int, verdicts: dict[Task, Verdict]) -> dict[LinearPlan, float]:
         """Time each plan that passed on one product alone; return seconds a product."""
@@ -390,14 +406,16 @@ class _Bucket:
         self.chains.append(ChainTime(self.num_rows, name, labels, 1e6 * seconds, share, difference, is_same, failure))
         return seconds if failure is None else None
 
-    def _measure_fused(self, verdicts: dict[Task, Verdict]) -> None:
-        """Time the chain with norms, gated activation and residuals inside its products."""
+    def _measure_fused(self, verdicts: dict[Task, Verdict], separate: float | None) -> None:
+        """Time the chain with norms, gated activation and residuals inside its products, against `separate` seconds."""
         choices: list[list[LinearPlan]] = []
         for product in PRODUCTS:
             fused = {task: verdict for task, verdict in verdicts.items() if task.fused and task.product is product}
             choices.append([task.plan for task, verdict in fused.items() if verdict.failure is None])
             self.products += [
-                ProductTime(1, f"{product.name}, fused", task.plan.label, None, None, verdict.error, verdict.failure)
+                ProductTime(
+                    self.num_rows, f"{product.name}, fused", task.plan.label, None, None, verdict.error, verdict.failure
+                )
                 for task, verdict in fused.items()
             ]
         if not all(choices):
@@ -409,7 +427,26 @@ class _Bucket:
                 seconds = self._time(self._fused_work(tried))
                 if seconds is not None and (best_time is None or seconds < best_time):
                     best_time, best = seconds, tried
-        self._note("picked, fused", best, self._fused_work(best), compare=False)
+        seconds = self._note("picked, fused", best, self._fused_work(best), compare=False)
+        if seconds is not None and separate is not None and seconds < separate:
+            self.fused = best
+
+    def _layer_work(self, plans: Plans) -> Callable[[], None]:
+        """The products with kernels for norms, activation and additions between them, as layers run them."""
+        workspace, norm = self._workspace(plans), self.stack.norm
+
+        def work() -> None:
+            x = residual = self.outs[-1]
+            for layer in range(NUM_LAYERS):
+                first, second, third, fourth = (layers[layer] for layers in self.stack.weights)
+                x, residual = rms_norm(x, norm, EPS, residual)
+                qkv = linear(x, first, plans[0], workspace)
+                out = linear(qkv[:, : PRODUCTS[1].num_inputs], second, plans[1], workspace)
+                x, residual = rms_norm(out, norm, EPS, residual)
+                x = linear(silu_and_mul(linear(x, third, plans[2], workspace)), fourth, plans[3], workspace)
+            self.outs[-1].copy_(x)
+
+        return work
 
     def _fused_work(self, plans: Plans) -> Callable[[], None]:
         """norm and qkv; o and residual; norm, gate-up and activation; down and residual."""

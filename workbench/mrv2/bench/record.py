@@ -17,7 +17,8 @@ from mrv2.bench.roofline import CostCard, ModelCost
 from mrv2.bench.workloads import Workload
 from mrv2.engine.core import EngineCore
 from mrv2.errors import ConfigError
-from mrv2_kernels.attention.plan import decode_plan
+from mrv2_kernels.attention.plan import decode_choice
+from mrv2_models.layers import Linear
 
 # increase when a field changes its meaning
 SCHEMA = 1
@@ -108,11 +109,16 @@ def kernel_choices(core: EngineCore) -> dict[str, dict[str, Any]]:
     if not core.executor.buckets.decode:
         return {}
     config, dtype = core.model_config, core.executor.model.dtype
-    plans = {
-        str(size): asdict(decode_plan(size, config.num_key_value_heads, config.head_dim, dtype))
+    choices = {
+        str(size): asdict(decode_choice(size, config.num_key_value_heads, config.head_dim, dtype))
         for size in core.executor.buckets.decode
     }
-    return {"decode_attention_plans": plans}
+    products = {
+        path: {str(size): asdict(module.picks.at(size)) for size in core.executor.buckets.decode}
+        for path, module in core.executor.model.layers[0].named_modules()
+        if isinstance(module, Linear)
+    }
+    return {"decode_attention_plans": choices, "product_plans": products}
 
 
 def headline(record: dict[str, Any]) -> dict[str, Any]:
