@@ -216,6 +216,7 @@ def test_only_the_painter_writes_the_widget(panel: Panel) -> None:
     panel.workbench.set(queue_depth=1)
     choose(panel, "queue_depth", 3)
     panel.workbench.wait(tokens=30, seconds=1.0)
+    until(lambda: writers)
     assert writers == {"lab-painter"}
 
 
