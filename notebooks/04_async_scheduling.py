@@ -141,7 +141,7 @@ predict = Exercise(
     ),
     hints=["Both variables are in milliseconds; the ratio has no unit."],
     solution="answer = (h + d) / max(h, d)",
-    refuses=[1.0, (h + d) / min(h, d) + 0.1],
+    refuses=[0.5, (h + d) / min(h, d) + 0.1],
 )
 predict
 

@@ -191,7 +191,7 @@ bits.check(...)
 # %%
 from mrv2.config import SAME_TOKEN_SAMPLERS, legal_values
 
-batch = pick(20_000, 10_000)
+batch = pick(20_000, 4_000)
 rows = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
 truncation = Truncation(*(torch.tensor([value], device=DEVICE) for value in (0.002, 12, 0.97)), all_rows=True)
 truncation = truncation._replace(top_k=truncation.top_k.int())

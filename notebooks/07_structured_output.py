@@ -253,7 +253,7 @@ def answer(spans):
     busy = merge((s.start_ns, s.end_ns) for s in spans if s.kind == "device")
     return total(intersect(fill, busy)) / total(fill)
 """,
-    refuses=[lambda spans: 1.0, lambda spans: 0.0],
+    refuses=[lambda spans: 1 - share_hidden(spans)],
 )
 hidden
 
@@ -265,6 +265,9 @@ for kind, shown in (("deferred", spans), ("blocking", blocking_spans)):
     print(f"{kind}: {100 * share_hidden(shown):5.1f} % of the mask-making is hidden behind the device")
 
 # %% [markdown]
+# Hidden behind *what*? Deferred, it is the forward of the step that needs the mask. Blocking, there is only the rest of the step before (post-update), which
+# a GPU finishes at once and a busy CPU does not.
+#
 # ## What it costs in depth
 #
 # At most one step is launched and not yet sampled, so at most two are in flight while a constrained request runs, whatever `queue_depth` says. The

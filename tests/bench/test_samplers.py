@@ -54,13 +54,13 @@ def test_every_case_is_drawn_by_every_variant(monkeypatch: pytest.MonkeyPatch) -
     """What is timed on a GPU, on the host's references: penalties and truncation reach the draw."""
     monkeypatch.setattr(samplers, "_BUFFER_BYTES", 1)
     device = make_device("host")
-    batch = samplers._Batch(device, 3, 100)
+    batch = samplers.SamplerBatch(device, 3, 100)
     drawn: dict[str, list[torch.Tensor]] = {case: [] for case in CASES}
 
     def draw_all() -> None:
         for case in CASES:
             for variant in ("gumbel_fused", "softmax_race", "gumbel_two_pass"):
-                batch._draw(variant, batch.buffers[0], case)
+                batch.draw(variant, batch.buffers[0], case)
                 drawn[case].append(batch.sampled.clone())
             batch._draw_in_torch(batch.buffers[0], case)
             assert (batch.sampled >= 0).all() and (batch.sampled < 100).all()

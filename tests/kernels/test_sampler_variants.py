@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from kernels.test_gumbel_stats import chi_square_z
 from mrv2.config import legal_values
 from mrv2.runner.v2.variants import DrawPlan, draw
-from mrv2_kernels.sampling import gumbel_blocked, gumbel_fused, gumbel_truncated, gumbel_wide
+from mrv2_kernels.sampling import gumbel_blocked, gumbel_fused, gumbel_truncated, gumbel_wide, noise
 from mrv2_kernels.sampling.gumbel_blocked import gumbel_blocked_sample
-from mrv2_kernels.sampling.gumbel_fused import gumbel_fused_sample
+from mrv2_kernels.sampling.gumbel_fused import gumbel_fused_sample, gumbel_fused_sample_triton
+from mrv2_kernels.sampling.launches import (
+    BLOCKED,
+    FUSED,
+    TRUNCATED,
+    BlockedLaunch,
+    FusedLaunch,
+    TruncatedLaunch,
+    launch_of,
+)
 from mrv2_kernels.sampling.truncation import Truncation
 from mrv2_kernels.sampling.workspace import DrawWorkspace
 
@@ -29,13 +40,20 @@ TRUNCATION = Truncation(
 NUM_SLOTS = len(SEEDS)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+# one launch, in which the last arriver draws; two, with blocks beyond the row's end in a program's share
+LAUNCHES = {
+    "one": (BlockedLaunch(), TruncatedLaunch(repeats=2, collect=64)),
+    "two": (BlockedLaunch(span=3, is_split=True), TruncatedLaunch(repeats=2, collect=64, is_split=True)),
+}
+
+
+@pytest.fixture(params=LAUNCHES.values(), ids=LAUNCHES)
+def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Many blocks, chunks and groups in a row of a few hundred tokens, and little room for candidates."""
     for module, sizes in (
-        (gumbel_fused, {"_BLOCK": 64, "_STEP": 32}),
-        (gumbel_blocked, {"_BLOCK": 64, "_STEP": 32}),
-        (gumbel_truncated, {"_LANES": 8, "_REPEATS": 2, "_HOT": 16, "_FEW": 32, "_COLLECT": 64}),
+        (gumbel_fused, {"FUSED": ((1, FusedLaunch(block=64, step=32)),)}),
+        (gumbel_blocked, {"_BLOCK": 64, "_STEP": 32, "BLOCKED": ((1, request.param[0]),)}),
+        (gumbel_truncated, {"_LANES": 8, "_HOT": 16, "_FEW": 32, "TRUNCATED": ((1, request.param[1]),)}),
         (gumbel_wide, {"_BLOCK": 64, "_FEW": 32}),
     ):
         for name, size in sizes.items():
@@ -134,13 +152,43 @@ def test_the_blocked_kernel_draws_what_its_reference_draws(dtype, kind):
 def test_only_rows_with_many_candidates_are_left_over(monkeypatch):
     """Without the second launch a nucleus of hundreds keeps its mark, -2; nothing else does."""
     monkeypatch.setattr(gumbel_truncated, "draw_wide_rows", lambda *args, **kwargs: None)
-    for name, size in {"_LANES": 32, "_REPEATS": 1, "_HOT": 64, "_FEW": 64}.items():
+    launch = TruncatedLaunch(repeats=1, collect=64, is_split=gumbel_truncated.TRUNCATED[0][1].is_split)
+    for name, size in {"_LANES": 32, "TRUNCATED": ((1, launch),), "_HOT": 64, "_FEW": 64}.items():
         monkeypatch.setattr(gumbel_truncated, name, size)
     logits = make_logits("random", 5, 1203, torch.float32) * 5
     logits[4] = 0.0
     kernel, reference = both_twins(gumbel_fused_sample, logits, [2, 3, 4, 5, 3], TRUNCATION)
     assert kernel[:4] == reference[:4]
     assert kernel[4] == -2
+
+
+def test_rivals_within_the_looseness_of_a_bound_are_scored(monkeypatch):
+    """Rows in which the token of the best bound is not that of the best score."""
+    monkeypatch.setattr(gumbel_fused, "FUSED", ((1, FusedLaunch(block=256, step=64)),))
+    positions, vocab = torch.arange(2000, dtype=torch.int32), 256
+    logits = 2 * torch.randn(2000, vocab, generator=torch.Generator().manual_seed(0))
+    seeds = SEEDS[1].expand(2000)
+    bits = noise._hash_torch(seeds, positions, torch.arange(vocab, dtype=torch.int32), 0).to(torch.int64) & 0xFFFFFFFF
+    bound = logits * (2**23 / math.log(2)) - bits.to(torch.float32).view(torch.int32).to(torch.float32)
+    best = (logits + noise.gumbel_noise_torch(seeds, positions, vocab)).argmax(dim=1)
+    hard = (bound.argmax(dim=1) != best).nonzero().squeeze(1)[:8]
+    assert len(hard) == 8
+    sampled, workspace = torch.full((8,), -9), DrawWorkspace.make(8, "cpu")
+    slots = torch.ones(8, dtype=torch.int32)
+    where = (logits[hard], sampled, slots, positions[hard], TEMPERATURE, SEEDS)
+    gumbel_fused_sample_triton(*where, workspace=workspace)
+    assert sampled.tolist() == best[hard].tolist()
+
+
+@pytest.mark.parametrize("table", [FUSED, BLOCKED, TRUNCATED])
+def test_a_batch_takes_the_first_launch_that_it_fits(table):
+    sizes = [most for most, _ in table]
+    assert sizes == sorted(set(sizes))
+    for index, (most, launch) in enumerate(table):
+        assert launch_of(table, most) is launch
+        least = table[index - 1][0] + 1 if index else 0
+        assert launch_of(table, least) is launch
+    assert launch_of(table, sizes[-1] + 1) is table[-1][1]
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -154,7 +154,7 @@ class LabPage:
         }"""
         return self.page.evaluate(script, count)
 
-    def wait(self, script: str, argument: Any = None, timeout: float = 30_000) -> Any:
+    def wait(self, script: str, argument: Any = None, timeout: float = 60_000) -> Any:
         """Wait until JavaScript is true of the page; return its value."""
         return self.page.wait_for_function(script, arg=argument, timeout=timeout, polling=100).json_value()
 

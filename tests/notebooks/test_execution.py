@@ -1,4 +1,4 @@
-"""Every notebook of the workshop runs from top to bottom, once, in a fresh kernel, its exercises solved."""
+"""Every workshop notebook runs from top to bottom, once, in a fresh kernel, exercises answered by their solutions."""
 
 from __future__ import annotations
 

@@ -93,6 +93,19 @@ _TABLE = """
 """
 
 
+def test_a_view_that_was_built_before_it_stands_on_the_page_fits_the_page(tmp_path: Path) -> None:
+    script = """
+      const box = document.createElement("div"), { timeline } = page.data;
+      document.body.style.background = "rgb(20, 20, 20)";
+      const view = new page.view.constructor(box, page.Plotly, timeline, page.view.source, { window: timeline.window });
+      const before = view.theme.name;
+      document.body.append(box);
+      await sleep(300);
+      return [before, view.theme.name];
+    """
+    assert run_script(Timeline(small_trace()).html(), script, tmp_path) == ["light", "dark"]
+
+
 def test_rows_too_dense_for_bars_are_drawn_as_cells_on_a_dark_page(tmp_path: Path) -> None:
     timeline = Timeline(big_trace(20_000), theme="dark")
     picture = _picture(timeline, tmp_path)

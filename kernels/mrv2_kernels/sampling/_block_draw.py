@@ -75,11 +75,34 @@ def _bound_of(score):
 
 
 @triton.jit
-def block_key(row_ptr, start, vocab, temperature, seed, position, rival, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Return the key of the best token of ``[start, start + BLOCK)``, or 0 if it cannot reach the score `rival`."""
+def _best_of_few(bound, score, first, row_ptr, start, temperature, seed, position, BLOCK: tl.constexpr):
+    """Return the key of the best token, where `first` has the largest bound and `score`: one rival after another."""
+    lane = tl.arange(0, BLOCK)
+    key = score_key(score, start + first)
+    bound = tl.where(lane == first, float("-inf"), bound)
+    top = tl.max(bound, axis=0)
+    while top >= _bound_of(score):
+        rival = tl.min(tl.where(bound == top, lane, BLOCK - 1), axis=0)
+        token = start + rival
+        other = gumbel_score(tl.load(row_ptr + token).to(tl.float32), temperature, seed, position, token, False)
+        key = tl.maximum(key, score_key(other, token))
+        score = tl.maximum(score, other)
+        bound = tl.where(lane == rival, float("-inf"), bound)
+        top = tl.max(bound, axis=0)
+    return key
+
+
+@triton.jit
+def block_key(
+    logits, row_ptr, start, vocab, temperature, seed, position, rival, BLOCK: tl.constexpr, STEP: tl.constexpr
+):
+    """Return the key of the best token of ``[start, start + BLOCK)``, or 0 if it cannot reach the score `rival`.
+
+    `logits` [BLOCK] are the block's, -inf beyond the vocabulary.
+    """
     lane = tl.arange(0, BLOCK)
     token = start + lane
-    logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    logits = logits.to(tl.float32)
     is_greedy = temperature == 0.0
     if is_greedy:
         bound = logits
@@ -90,13 +113,30 @@ def block_key(row_ptr, start, vocab, temperature, seed, position, rival, BLOCK: 
     key = tl.zeros([], tl.int64)
     is_odd = (top != top) | (tl.abs(top) == float("inf"))
     if top >= tl.where(is_greedy, rival, _bound_of(rival)):
-        first = start + tl.min(tl.where(bound == top, lane, BLOCK - 1), axis=0)
+        first = tl.min(tl.where(bound == top, lane, BLOCK - 1), axis=0)
         score = top
+        num_rivals = first * 0
         if not is_greedy:
-            score = gumbel_score(tl.load(row_ptr + first).to(tl.float32), temperature, seed, position, first, False)
-            is_odd = is_odd | (tl.sum((bound >= _bound_of(score)).to(tl.int32), axis=0) > 1)
-        key = score_key(score, first)
+            best = start + first
+            score = gumbel_score(tl.load(row_ptr + best).to(tl.float32), temperature, seed, position, best, False)
+            num_rivals = tl.sum((bound >= _bound_of(score)).to(tl.int32), axis=0) - 1
+        key = score_key(score, start + first)
+        if num_rivals > 16:
+            is_odd = True
+        elif (num_rivals > 0) & (not is_odd):
+            key = _best_of_few(bound, score, first, row_ptr, start, temperature, seed, position, BLOCK)
     if is_odd:
-        # rivals, or nothing that a bound can be trusted for
+        # a crowd of rivals, or nothing that a bound can be trusted for
         key = _exact_key(row_ptr, start, vocab, temperature, seed, position, BLOCK, STEP)
     return key
+
+
+@triton.jit
+def block_logits(row_ptr, start, vocab, BLOCK: tl.constexpr):
+    """Load a block, -inf beyond the vocabulary. [BLOCK]"""
+    token = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= vocab:
+        logits = tl.load(row_ptr + token)
+    else:
+        logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+    return logits

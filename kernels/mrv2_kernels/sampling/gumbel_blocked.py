@@ -5,7 +5,8 @@ mass, and ``argmax(logits / T + g)`` inside it a token with its share of the blo
 the chain rule.  An element costs one exponential in place of a hash and two logarithms.
 
 The noise is a pure function of (seed, position, block) and (seed, position, token), so draws are as stateless
-as those of `gumbel_sample`, but they are other tokens.  One launch: the program that arrives last at a row draws.
+as those of `gumbel_sample`, but they are other tokens.  In one launch the program that arrives last at a row draws;
+in two, programs that sum need no barrier of the whole device and fewer registers (`launches` decides by the batch).
 
 Rows with top-k, top-p or min-p go to `gumbel_truncated`, whose noise is the tokens' own.
 """
@@ -18,9 +19,11 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.sampling._block_draw import block_key, key_token, max_or_nan
+from mrv2_kernels.sampling._block_draw import block_key, block_logits, key_token, max_or_nan
+from mrv2_kernels.sampling._exp2 import flushed_exp2
 from mrv2_kernels.sampling.gumbel import check_logits, gumbel_sample, gumbel_score
 from mrv2_kernels.sampling.gumbel_truncated import draw_truncated_rows
+from mrv2_kernels.sampling.launches import BLOCKED, launch_of
 from mrv2_kernels.sampling.noise import gumbel_noise_of_torch
 from mrv2_kernels.sampling.truncation import Truncation, is_truncated
 from mrv2_kernels.sampling.workspace import DrawWorkspace
@@ -28,22 +31,57 @@ from mrv2_kernels.sampling.workspace import DrawWorkspace
 # part of the definition: another size draws other tokens
 _BLOCK = 4096
 _STEP = 512
-_NUM_WARPS = 4
+# they order the sums of a block, so they must not hang on the batch
+_NUM_WARPS = 2
+_PICK_WARPS = 8
 # block b's noise is that of token 2^24 + b, which no vocabulary has; the kernel spells the number out
 _FIRST_BLOCK = 1 << 24
 
 
 @triton.jit
-def _log_mass(row_ptr, start, vocab, temperature, BLOCK: tl.constexpr):
+def _log_mass(logits, temperature):
     """Return L_b, or the largest logit where the temperature is 0; NaN if the block holds one."""
-    token = start + tl.arange(0, BLOCK)
-    logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    logits = logits.to(tl.float32)
     top = max_or_nan(logits)
     if (temperature != 0.0) & (tl.abs(top) < float("inf")):
         scale = 1.4426950408889634 / temperature
-        mass = tl.sum(tl.exp2((logits - top) * scale), axis=0)
-        top = tl.div_rn(top, temperature) + tl.log(mass)
+        shift = top * scale
+        if tl.abs(shift) < 65536.0:
+            # the rounding of `shift` is the same in all terms and in the sum's logarithm
+            mass = tl.sum(flushed_exp2(tl.fma(logits, scale, -shift)), axis=0)
+            top = (shift + tl.log2(mass)) * 0.6931471805599453
+        else:
+            mass = tl.sum(flushed_exp2((logits - top) * scale), axis=0)
+            top = tl.div_rn(top, temperature) + tl.log(mass)
     return top
+
+
+@triton.jit
+def _draw_row(
+    row_ptr,
+    masses_ptr,
+    num_blocks,
+    vocab,
+    temperature,
+    seed,
+    position,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return the token drawn from a row whose blocks' L_b are in memory; -1 = none."""
+    entry = tl.arange(0, BLOCKS)
+    score = tl.load(masses_ptr + entry, mask=entry < num_blocks, other=float("-inf"), cache_modifier=".cg")
+    if temperature != 0.0:
+        score = gumbel_score(score, temperature, seed, position, 16777216 + entry, True)
+    best = max_or_nan(score)
+    drawn = tl.full([], -1, tl.int64)
+    if best > float("-inf"):
+        start = tl.min(tl.where(score == best, entry, BLOCKS), axis=0) * BLOCK
+        logits = block_logits(row_ptr, start, vocab, BLOCK)
+        key = block_key(logits, row_ptr, start, vocab, temperature, seed, position, float("-inf"), BLOCK, STEP)
+        drawn = key_token(key)
+    return drawn
 
 
 @triton.jit
@@ -64,37 +102,82 @@ def _blocked_kernel(
     vocab,
     num_blocks,
     TRUNCATED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    row = (tl.program_id(0) // num_blocks).to(tl.int64)
-    block = tl.program_id(0) % num_blocks
+    """Store the L_b of SPAN blocks; unless IS_SPLIT, the program that arrives last at a row draws."""
+    # row by row: the ends of rows lie beside the reading of others
+    row = (tl.program_id(0) // GROUPS).to(tl.int64)
+    first = tl.program_id(0) % GROUPS * SPAN
+    row_ptr = logits_ptr + row * logits_stride
+    if not TRUNCATED:
+        # on their way before the parameters, which hang on each other
+        ahead = block_logits(row_ptr, first * BLOCK, vocab, BLOCK)
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     is_plain = True
     if TRUNCATED:
         is_plain = not is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
     if is_plain:
+        if TRUNCATED:
+            ahead = block_logits(row_ptr, first * BLOCK, vocab, BLOCK)
+        masses_ptr += row * num_blocks
+        for step in tl.static_range(SPAN):
+            logits = ahead
+            if step + 1 < SPAN:
+                ahead = block_logits(row_ptr, (first + step + 1) * BLOCK, vocab, BLOCK)
+            # beyond the last block all is -inf, and nothing is stored
+            tl.store(masses_ptr + first + step, _log_mass(logits, temperature), mask=first + step < num_blocks)
+        if not IS_SPLIT:
+            tl.debug_barrier()
+            if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == GROUPS - 1:
+                tl.store(arrived_ptr + row, 0)
+                seed = tl.load(seeds_ptr + slot)
+                position = tl.load(positions_ptr + row)
+                drawn = _draw_row(
+                    row_ptr, masses_ptr, num_blocks, vocab, temperature, seed, position, BLOCKS, BLOCK, STEP
+                )
+                tl.store(sampled_ptr + row * sampled_stride, drawn)
+
+
+@triton.jit
+def _pick_kernel(
+    sampled_ptr,
+    sampled_stride,
+    logits_ptr,
+    logits_stride,
+    logit_slots_ptr,
+    positions_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    masses_ptr,
+    vocab,
+    num_blocks,
+    TRUNCATED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(logit_slots_ptr + row).to(tl.int64)
+    position = tl.load(positions_ptr + row)
+    temperature = tl.load(temperature_ptr + slot)
+    seed = tl.load(seeds_ptr + slot)
+    is_plain = True
+    if TRUNCATED:
+        is_plain = not is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
+    if is_plain:
         row_ptr = logits_ptr + row * logits_stride
         masses_ptr += row * num_blocks
-        tl.store(masses_ptr + block, _log_mass(row_ptr, block * BLOCK, vocab, temperature, BLOCK))
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == num_blocks - 1:
-            tl.store(arrived_ptr + row, 0)
-            seed = tl.load(seeds_ptr + slot)
-            position = tl.load(positions_ptr + row)
-            entry = tl.arange(0, BLOCKS)
-            score = tl.load(masses_ptr + entry, mask=entry < num_blocks, other=float("-inf"), cache_modifier=".cg")
-            if temperature != 0.0:
-                score = gumbel_score(score, temperature, seed, position, 16777216 + entry, True)
-            best = max_or_nan(score)
-            drawn = tl.full([], -1, tl.int64)
-            if best > float("-inf"):
-                start = tl.min(tl.where(score == best, entry, BLOCKS), axis=0) * BLOCK
-                key = block_key(row_ptr, start, vocab, temperature, seed, position, float("-inf"), BLOCK, STEP)
-                drawn = key_token(key)
-            tl.store(sampled_ptr + row * sampled_stride, drawn)
+        drawn = _draw_row(row_ptr, masses_ptr, num_blocks, vocab, temperature, seed, position, BLOCKS, BLOCK, STEP)
+        tl.store(sampled_ptr + row * sampled_stride, drawn)
 
 
 def gumbel_blocked_sample_triton(
@@ -135,17 +218,19 @@ def gumbel_blocked_sample_triton(
         if truncation.all_rows:
             return
     min_p, top_k, top_p = (temperature,) * 3 if truncation is None else truncation[:3]
+    launch = launch_of(BLOCKED, num_rows)
     num_blocks = cdiv(vocab, _BLOCK)
+    num_groups = cdiv(num_blocks, launch.span)
     masses = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
-    _blocked_kernel[(num_rows * num_blocks,)](
-        sampled,
-        sampled.stride(0),
-        logits,
-        logits.stride(0),
-        logit_slots,
-        positions,
-        temperature,
-        seeds,
+    where = (sampled, sampled.stride(0), logits, logits.stride(0), logit_slots, positions, temperature, seeds)
+    constants = {
+        "TRUNCATED": truncation is not None,
+        "BLOCKS": next_power_of_2(num_blocks),
+        "BLOCK": _BLOCK,
+        "STEP": _STEP,
+    }
+    _blocked_kernel[(num_rows * num_groups,)](
+        *where,
         min_p,
         top_k,
         top_p,
@@ -153,12 +238,16 @@ def gumbel_blocked_sample_triton(
         masses,
         vocab,
         num_blocks,
-        TRUNCATED=truncation is not None,
-        BLOCKS=next_power_of_2(num_blocks),
-        BLOCK=_BLOCK,
-        STEP=_STEP,
+        **constants,
+        IS_SPLIT=launch.is_split,
+        SPAN=launch.span,
+        GROUPS=num_groups,
         num_warps=_NUM_WARPS,
     )
+    if launch.is_split:
+        _pick_kernel[(num_rows,)](
+            *where, min_p, top_k, top_p, masses, vocab, num_blocks, **constants, num_warps=_PICK_WARPS
+        )
 
 
 def gumbel_blocked_sample_torch(
@@ -231,28 +320,53 @@ gumbel_blocked_sample = dispatch(gumbel_blocked_sample_triton, gumbel_blocked_sa
 
 def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
-    return [
+    blocks = [
         AotCase(
             kernel=_blocked_kernel,
-            signature={
-                "sampled_ptr": "*i64",
-                "sampled_stride": "i32",
-                "logits_ptr": f"*{dtype}",
-                "logits_stride": "i32",
-                "logit_slots_ptr": "*i32",
-                "positions_ptr": "*i32",
-                "temperature_ptr": "*fp32",
-                "seeds_ptr": "*i64",
-                "min_p_ptr": "*fp32",
-                "top_k_ptr": "*i32",
-                "top_p_ptr": "*fp32",
-                "arrived_ptr": "*i32",
-                "masses_ptr": "*fp32",
-                "vocab": "i32",
-                "num_blocks": "i32",
+            signature=_signature(dtype, arrived_ptr="*i32"),
+            constexprs={
+                "TRUNCATED": truncated,
+                "IS_SPLIT": is_split,
+                "SPAN": span,
+                "GROUPS": cdiv(38, span),
+                "BLOCKS": 64,
+                "BLOCK": _BLOCK,
+                "STEP": _STEP,
             },
-            constexprs={"TRUNCATED": True, "BLOCKS": 64, "BLOCK": _BLOCK, "STEP": _STEP},
             num_warps=_NUM_WARPS,
+            aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
+        )
+        for dtype in ("bf16", "fp32")
+        for truncated, is_split, span in ((False, True, 1), (True, False, 2))
+    ]
+    picks = [
+        AotCase(
+            kernel=_pick_kernel,
+            signature=_signature(dtype),
+            constexprs={"TRUNCATED": True, "BLOCKS": 64, "BLOCK": _BLOCK, "STEP": _STEP},
+            num_warps=_PICK_WARPS,
+            aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
         )
         for dtype in ("bf16", "fp32")
     ]
+    return blocks + picks
+
+
+def _signature(dtype: str, **more: str) -> dict[str, str]:
+    return {
+        "sampled_ptr": "*i64",
+        "sampled_stride": "i32",
+        "logits_ptr": f"*{dtype}",
+        "logits_stride": "i32",
+        "logit_slots_ptr": "*i32",
+        "positions_ptr": "*i32",
+        "temperature_ptr": "*fp32",
+        "seeds_ptr": "*i64",
+        "min_p_ptr": "*fp32",
+        "top_k_ptr": "*i32",
+        "top_p_ptr": "*fp32",
+        "masses_ptr": "*fp32",
+        "vocab": "i32",
+        "num_blocks": "i32",
+        **more,
+    }

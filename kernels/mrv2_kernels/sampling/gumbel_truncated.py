@@ -1,9 +1,9 @@
 """Draw from rows with min-p, top-k or top-p without masking the vocabulary: each logit is read once.
 
-A program reads one chunk of a row and keeps the maximum of each group of tokens.  The program that arrives
-last at a row bounds the smallest kept logit from below by these maxima (by the k-th largest one, or by
-``max + T log(min_p)``), reads again only the groups that reach the bound, a few tens of them, ranks the logits
-found there each against each, and draws from what is kept.
+A program reads one chunk of a row and keeps the maximum of each group of tokens.  The program that arrives last at
+a row, or one of a second launch (`launches` decides by the batch), bounds the smallest kept logit from below by these
+maxima (by the k-th largest one, or by ``max + T log(min_p)``), reads again only the groups that reach the bound, a
+few tens of them, ranks the logits found there each against each, and draws from what is kept.
 
 A row whose kept tokens may not fit, such as a nucleus of thousands, is left to a second launch (`gumbel_wide`).
 Both draw what `Truncation.apply` and `gumbel_sample` draw.
@@ -19,22 +19,34 @@ from mrv2_kernels.sampling._block_draw import larger, max_or_nan
 from mrv2_kernels.sampling._select import floor_of
 from mrv2_kernels.sampling.gumbel import gumbel_score
 from mrv2_kernels.sampling.gumbel_wide import draw_wide_rows
+from mrv2_kernels.sampling.launches import TRUNCATED, TruncatedLaunch, launch_of
 from mrv2_kernels.sampling.truncation import Truncation, is_truncated
 from mrv2_kernels.sampling.workspace import DrawWorkspace
 
-# a group is _REPEATS runs of _WIDTH tokens, _LANES * _WIDTH apart; a chunk is _LANES groups
+# a group is `repeats` runs of _WIDTH tokens, _LANES * _WIDTH apart; a chunk is _LANES groups
 _LANES = 128
 _WIDTH = 8
-_REPEATS = 8
 # most groups that are read again, and most logits that are ranked each against each
 _HOT = 256
 _FEW = 256
-# logits that are looked at together when groups are read again
-_COLLECT = 1024
 
 
 @triton.jit
-def _scan_chunk(
+def _chunk_maxima(row_ptr, vocab, chunk, LANES: tl.constexpr, WIDTH: tl.constexpr, REPEATS: tl.constexpr):
+    """Return the maxima of the chunk's groups. [LANES]"""
+    offset = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    start = chunk * (LANES * WIDTH * REPEATS)
+    tops = tl.full([LANES, WIDTH], float("-inf"), tl.float32)
+    for repeat in tl.static_range(REPEATS):
+        token = start + repeat * (LANES * WIDTH) + offset
+        logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        tops = larger(tops, logits)
+    return tl.reduce(tops, 1, larger)
+
+
+@triton.jit
+def _store_chunk(
+    maxima,
     row_ptr,
     vocab,
     temperature,
@@ -47,16 +59,10 @@ def _scan_chunk(
     CHUNKS: tl.constexpr,
 ):
     """Store the maxima of the chunk's groups and, where wanted, its maximum and mass relative to that."""
-    offset = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    start = chunk * (LANES * WIDTH * REPEATS)
-    tops = tl.full([LANES, WIDTH], float("-inf"), tl.float32)
-    for repeat in tl.static_range(REPEATS):
-        token = start + repeat * (LANES * WIDTH) + offset
-        logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        tops = larger(tops, logits)
-    maxima = tl.reduce(tops, 1, larger)
     tl.store(scratch_ptr + chunk * LANES + tl.arange(0, LANES), maxima)
     if with_mass:
+        offset = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        start = chunk * (LANES * WIDTH * REPEATS)
         top = tl.max(maxima, axis=0)
         mass = tl.zeros([LANES, WIDTH], tl.float32)
         for repeat in tl.static_range(REPEATS):
@@ -249,6 +255,8 @@ def _truncated_kernel(
     scratch_stride,
     vocab,
     num_chunks,
+    ALL_ROWS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -257,9 +265,14 @@ def _truncated_kernel(
     FEW: tl.constexpr,
     COLLECT: tl.constexpr,
 ):
+    """Scan one chunk; unless IS_SPLIT, the program that arrives last at a row draws."""
     # row by row: the ends of rows lie beside the reading of others
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks
+    row_ptr = logits_ptr + row * logits_stride
+    if ALL_ROWS:
+        # on their way before the parameters, which hang on each other
+        maxima = _chunk_maxima(row_ptr, vocab, chunk, LANES, WIDTH, REPEATS)
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     if is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab):
@@ -267,33 +280,88 @@ def _truncated_kernel(
         top_p = tl.load(top_p_ptr + slot)
         top_k = tl.load(top_k_ptr + slot)
         top_k = tl.where(top_k < vocab, tl.maximum(top_k, 0), 0)
-        row_ptr = logits_ptr + row * logits_stride
         scratch_ptr += row * scratch_stride
         with_mass = (top_k == 0) & (min_p == 0.0)
-        _scan_chunk(row_ptr, vocab, temperature, with_mass, chunk, scratch_ptr, LANES, WIDTH, REPEATS, CHUNKS)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == num_chunks - 1:
-            tl.store(arrived_ptr + row, 0)
-            drawn = _draw_row(
-                row_ptr,
-                vocab,
-                tl.load(seeds_ptr + slot),
-                tl.load(positions_ptr + row),
-                temperature,
-                min_p,
-                top_k,
-                top_p,
-                scratch_ptr,
-                num_chunks,
-                LANES,
-                WIDTH,
-                REPEATS,
-                CHUNKS,
-                HOT,
-                FEW,
-                COLLECT,
-            )
-            tl.store(sampled_ptr + row * sampled_stride, drawn)
+        if not ALL_ROWS:
+            maxima = _chunk_maxima(row_ptr, vocab, chunk, LANES, WIDTH, REPEATS)
+        _store_chunk(maxima, row_ptr, vocab, temperature, with_mass, chunk, scratch_ptr, LANES, WIDTH, REPEATS, CHUNKS)
+        if not IS_SPLIT:
+            tl.debug_barrier()
+            if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == num_chunks - 1:
+                tl.store(arrived_ptr + row, 0)
+                drawn = _draw_row(
+                    row_ptr,
+                    vocab,
+                    tl.load(seeds_ptr + slot),
+                    tl.load(positions_ptr + row),
+                    temperature,
+                    min_p,
+                    top_k,
+                    top_p,
+                    scratch_ptr,
+                    num_chunks,
+                    LANES,
+                    WIDTH,
+                    REPEATS,
+                    CHUNKS,
+                    HOT,
+                    FEW,
+                    COLLECT,
+                )
+                tl.store(sampled_ptr + row * sampled_stride, drawn)
+
+
+@triton.jit
+def _draw_kernel(
+    sampled_ptr,
+    sampled_stride,
+    logits_ptr,
+    logits_stride,
+    logit_slots_ptr,
+    positions_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    scratch_ptr,
+    scratch_stride,
+    vocab,
+    num_chunks,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REPEATS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HOT: tl.constexpr,
+    FEW: tl.constexpr,
+    COLLECT: tl.constexpr,
+):
+    """Draw from one row whose chunks are scanned."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(logit_slots_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    if is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab):
+        top_k = tl.load(top_k_ptr + slot)
+        drawn = _draw_row(
+            logits_ptr + row * logits_stride,
+            vocab,
+            tl.load(seeds_ptr + slot),
+            tl.load(positions_ptr + row),
+            temperature,
+            tl.load(min_p_ptr + slot),
+            tl.where(top_k < vocab, tl.maximum(top_k, 0), 0),
+            tl.load(top_p_ptr + slot),
+            scratch_ptr + row * scratch_stride,
+            num_chunks,
+            LANES,
+            WIDTH,
+            REPEATS,
+            CHUNKS,
+            HOT,
+            FEW,
+            COLLECT,
+        )
+        tl.store(sampled_ptr + row * sampled_stride, drawn)
 
 
 def draw_truncated_rows(
@@ -315,69 +383,86 @@ def draw_truncated_rows(
 ) -> None:
     """Write the token of each row that is truncated and random; other rows are left alone.  CUDA only."""
     num_rows, vocab = logits.shape
-    num_chunks = cdiv(vocab, _LANES * _WIDTH * _REPEATS)
+    launch = launch_of(TRUNCATED, num_rows)
+    num_chunks = cdiv(vocab, _LANES * _WIDTH * launch.repeats)
     chunks = next_power_of_2(num_chunks)
     scratch = torch.empty(num_rows, chunks * (_LANES + 2) + _HOT + 2 * _FEW, dtype=torch.float32, device=logits.device)
+    where = (sampled, sampled.stride(0), logits, logits.stride(0), logit_slots, positions, temperature, seeds)
+    limits = truncation[:3]
+    scanned = (scratch, scratch.stride(0), vocab, num_chunks)
+    constants = _constants(launch, chunks)
     _truncated_kernel[(num_rows * num_chunks,)](
-        sampled,
-        sampled.stride(0),
-        logits,
-        logits.stride(0),
-        logit_slots,
-        positions,
-        temperature,
-        seeds,
-        truncation.min_p,
-        truncation.top_k,
-        truncation.top_p,
+        *where,
+        *limits,
         workspace.arrived,
-        scratch,
-        scratch.stride(0),
-        vocab,
-        num_chunks,
-        LANES=_LANES,
-        WIDTH=_WIDTH,
-        REPEATS=_REPEATS,
-        CHUNKS=chunks,
-        HOT=_HOT,
-        FEW=_FEW,
-        COLLECT=_COLLECT,
+        *scanned,
+        ALL_ROWS=truncation.all_rows,
+        IS_SPLIT=launch.is_split,
+        **constants,
+        num_warps=launch.num_warps,
     )
+    if launch.is_split:
+        _draw_kernel[(num_rows,)](*where, *limits, *scanned, **constants, num_warps=launch.draw_warps)
     draw_wide_rows(logits, sampled, logit_slots, positions, temperature, seeds, truncation=truncation)
+
+
+def _constants(launch: TruncatedLaunch, chunks: int) -> dict[str, int]:
+    return {
+        "LANES": _LANES,
+        "WIDTH": _WIDTH,
+        "REPEATS": launch.repeats,
+        "CHUNKS": chunks,
+        "HOT": _HOT,
+        "FEW": _FEW,
+        "COLLECT": launch.collect,
+    }
+
+
+def _signature(dtype: str, **more: str) -> dict[str, str]:
+    return {
+        "sampled_ptr": "*i64",
+        "sampled_stride": "i32",
+        "logits_ptr": f"*{dtype}",
+        "logits_stride": "i32",
+        "logit_slots_ptr": "*i32",
+        "positions_ptr": "*i32",
+        "temperature_ptr": "*fp32",
+        "seeds_ptr": "*i64",
+        "min_p_ptr": "*fp32",
+        "top_k_ptr": "*i32",
+        "top_p_ptr": "*fp32",
+        "scratch_ptr": "*fp32",
+        "scratch_stride": "i32",
+        "vocab": "i32",
+        "num_chunks": "i32",
+        **more,
+    }
 
 
 def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
-    return [
+    aligned = frozenset({"logits_ptr", "logits_stride", "vocab"})
+    one = TruncatedLaunch(repeats=4, is_split=False)
+    two = TruncatedLaunch(repeats=8, is_split=True)
+    scans = [
         AotCase(
             kernel=_truncated_kernel,
-            signature={
-                "sampled_ptr": "*i64",
-                "sampled_stride": "i32",
-                "logits_ptr": f"*{dtype}",
-                "logits_stride": "i32",
-                "logit_slots_ptr": "*i32",
-                "positions_ptr": "*i32",
-                "temperature_ptr": "*fp32",
-                "seeds_ptr": "*i64",
-                "min_p_ptr": "*fp32",
-                "top_k_ptr": "*i32",
-                "top_p_ptr": "*fp32",
-                "arrived_ptr": "*i32",
-                "scratch_ptr": "*fp32",
-                "scratch_stride": "i32",
-                "vocab": "i32",
-                "num_chunks": "i32",
-            },
-            constexprs={
-                "LANES": _LANES,
-                "WIDTH": _WIDTH,
-                "REPEATS": _REPEATS,
-                "CHUNKS": 32,
-                "HOT": _HOT,
-                "FEW": _FEW,
-                "COLLECT": _COLLECT,
-            },
+            signature=_signature(dtype, arrived_ptr="*i32"),
+            constexprs={"ALL_ROWS": launch.is_split, "IS_SPLIT": launch.is_split, **_constants(launch, chunks)},
+            num_warps=launch.num_warps,
+            aligned=aligned,
+        )
+        for dtype in ("bf16", "fp32")
+        for launch, chunks in ((one, 64), (two, 32))
+    ]
+    draws = [
+        AotCase(
+            kernel=_draw_kernel,
+            signature=_signature(dtype),
+            constexprs=dict(_constants(two, 32)),
+            num_warps=two.draw_warps,
+            aligned=aligned,
         )
         for dtype in ("bf16", "fp32")
     ]
+    return scans + draws

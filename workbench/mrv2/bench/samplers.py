@@ -7,21 +7,24 @@ cache, which the buffers of N = 1 nevertheless fit.  Bandwidth is the bytes of t
 a variant reads or writes beyond that.  torch's multinomial asks the device twice whether its input is valid, so it
 cannot be captured: it runs eagerly, its waits included.
 
-Predicted for an H200 (132 SMs at 1.9 GHz, 4.3 TB/s of reads) from instruction counts of the compiled kernels, in
-microseconds, before anything was measured:
+Measured on an H200 (4.42 TB/s of reads) when `gumbel_blocked` took 4,096 tokens in four warps, with a guarded
+exponential: 51 us at N = 256, where 23 had been predicted from 11.5 instructions an element; `gumbel_fused` 60 against
+42; top-k/p 71 against 30.  The predictions had left out what a program does once: two reductions and a division (as
+many instructions as half of its elements), a fence for the last arriver, and a chain of four loads (slot, temperature,
+the row's best, and only then the logits) that kept most of its life free of reads.
+
+Predicted before the next measurement, in microseconds, for kernels that fetch logits first, need no fence at larger
+batches (a second launch draws) and take two warps for 4,096 tokens:
 
     plain             N=1   N=32   N=256   limit
-    read once         0.1    2.3      18   memory
-    gumbel_blocked      5      6      23   memory: 11.5 instructions an element, one of them an exponential
-    gumbel_fused        5     10      42   integer units: 24.5 instructions, 15 of them shifts, logic, conversions
-    gumbel_two_pass     9     38     300   issue slots: 130 instructions (a hash, two logarithms), after 540 MB moved
-    softmax_race       40     70     440   memory: 1.6 GB moved
-    torch_sort        150   1500   10000   the sort
+    read once         0.1    2.2      18   memory
+    gumbel_blocked      5      8      25   memory: 5 instructions an element (one exponential) and 120 a warp, 9 us
+    gumbel_fused        8     13      50   integer units: 24.5 instructions, 15 of them shifts, logic, conversions
     top-k/p
-    fused, blocked     13     16      30   memory at 256; below, the chain: chunks, last arriver, its ranking
+    fused, blocked     18     20      40   2.5 instructions an element and 26 us; then three launches' chain
 
-`gumbel_fused` does less than half of the two-pass kernel's arithmetic per element since a bound takes the place of
-both logarithms; the hash is what remains.
+A bound takes the place of both logarithms of `gumbel_two_pass` in `gumbel_fused`; the hash is what remains, so it
+cannot come near memory without other noise.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ from mrv2.device import Device
 from mrv2.errors import ConfigError
 from mrv2.instrument import recording
 from mrv2.runner.v2.variants import DrawPlan, draw
+from mrv2_kernels.sampling.gumbel_blocked import gumbel_blocked_sample_torch
+from mrv2_kernels.sampling.gumbel_fused import gumbel_fused_sample_torch
 from mrv2_kernels.sampling.penalties import apply_penalties
 from mrv2_kernels.sampling.token_counts import update_token_counts
 from mrv2_kernels.sampling.truncation import Truncation
@@ -84,7 +89,7 @@ def measure_samplers(
     times = []
     for num_rows in rows:
         progress(f"samplers: {num_rows} rows")
-        bench = _Batch(device, num_rows, vocab)
+        bench = SamplerBatch(device, num_rows, vocab)
         for case in CASES:
             for variant in (*legal_values("sampler"), BASELINE):
                 seconds, captured = bench.seconds(variant, case)
@@ -176,13 +181,13 @@ def _captured(device: Device, work: Callable[[], None]) -> Callable[[], None]:
         return work
 
 
-class _Batch:
+class SamplerBatch:
     """Logits, parameters and outputs of one batch size."""
 
-    def __init__(self, device: Device, num_rows: int, vocab: int) -> None:
+    def __init__(self, device: Device, num_rows: int, vocab: int, *, num_buffers: int | None = None) -> None:
         self.device = device
         size = 2 * num_rows * vocab
-        count = min(_MAX_BUFFERS, max(4, -(-_BUFFER_BYTES // size)))
+        count = num_buffers or min(_MAX_BUFFERS, max(4, -(-_BUFFER_BYTES // size)))
         # [N, V] bf16 each
         self.buffers = [device.empty((num_rows, vocab), torch.bfloat16) for _ in range(count)]
         # [N]
@@ -233,7 +238,7 @@ class _Batch:
                 if variant == BASELINE:
                     self._draw_in_torch(logits, case)
                 else:
-                    self._draw(variant, logits, case)
+                    self.draw(variant, logits, case)
 
         # compiles, and grows the allocator's pools
         self.device.main.run(_STAGE, work)
@@ -261,7 +266,8 @@ class _Batch:
             has_new=has_new,
         )
 
-    def _draw(self, variant: str, logits: torch.Tensor, case: str) -> None:
+    def draw(self, variant: str, logits: torch.Tensor, case: str, *, is_reference: bool = False) -> None:
+        """Draw a token a row into `sampled`; by the torch twin of a fused or blocked variant if `is_reference`."""
         is_truncated, has_penalties = case == "top-k/p", case == "penalties"
         if has_penalties:
             logits = logits.float()
@@ -278,15 +284,16 @@ class _Batch:
                 self.rows,
                 self.rows,
             )
+        truncation = self.truncation if is_truncated else None
+        where = (logits, self.sampled, self.rows, self.positions, self.temperature, self.seeds)
+        if is_reference:
+            op = {"gumbel_fused": gumbel_fused_sample_torch, "gumbel_blocked": gumbel_blocked_sample_torch}[variant]
+            op(*where, workspace=self.workspace, truncation=truncation)
+            return
         draw(
             DrawPlan(variant, has_greedy=False, is_truncated=is_truncated, all_truncated=is_truncated),
-            logits,
-            self.sampled,
-            self.rows,
-            self.positions,
-            self.temperature,
-            self.seeds,
-            truncation=self.truncation if is_truncated else None,
+            *where,
+            truncation=truncation,
             workspace=self.workspace,
             may_change=has_penalties,
         )

@@ -40,16 +40,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             one.add_argument(part.flag, action="store_true", help=part.help)
         else:
             one.add_argument(part.flag, metavar=part.metavar, help=part.help)
+    group.add_argument("--tune", action="store_true", help="with --samplers: time candidate launches of their kernels")
 
 
 def chosen(args: argparse.Namespace) -> PartRun | None:
-    """Return the part that the command line asks for, or None."""
+    """Return the part that the command line asks for, or None.  Raises `ConfigError` for --tune without its part."""
+    if args.tune and not args.samplers:
+        raise ConfigError("--tune belongs to --samplers: mrv2 bench --samplers --tune")
     return next((part.run for part in PARTS if getattr(args, part.flag.removeprefix("--"))), None)
 
 
 def _samplers(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench import sampler_tuning
     from mrv2.bench.samplers import headline, measure_samplers, report
 
+    if args.tune:
+        with _device(options) as device:
+            record = sampler_tuning.tune_samplers(device, progress=note)
+        return _finish(record, sampler_tuning.report(record), sampler_tuning.headline(record), record_path)
     with _device(options) as device:
         record = measure_samplers(device, progress=note)
     return _finish(record, report(record), headline(record), record_path)

@@ -223,7 +223,7 @@ class EngineCore:
             self.executor.catch_up(knobs.spec_method, {r.req_id: r.num_computed for r in behind})
             for request in behind:
                 request.filled = filling
-        # the last draft of a step needs no place, unless a draft model reads the sampled token before it
+        # a draft model reads the sampled token too, even if it drafts nothing: what has no block may hold NaN
         lookahead = max(knobs.num_spec_tokens, extra) if filling else 0
         self.scheduler.use_drafter(filling, lookahead=lookahead, reads_ahead=not extra)
 

@@ -100,6 +100,7 @@ class DecodeBatch:
             # the first token of a request brings more than itself
             and entry.request.num_outputs + entry.request.num_in_flight > 1
             and entry.request.is_plain
+            and entry.request.grammar is None
             for entry in entries
         )
 
@@ -131,11 +132,16 @@ class DecodeBatch:
         rows = set(np.flatnonzero(watched).tolist())
         return rows.union(self._ending) if index == self.last else rows
 
-
-def settle_token(request: Request, token: int, step: int) -> EngineOutput:
-    """Take the token of a request that goes on after it."""
-    request.num_confirmed += 1
-    request.num_in_flight -= 1
-    request.token_ids.append(token)
-    request.num_known += 1
-    return EngineOutput(req_id=request.message.req_id, new_token_ids=[token], step=step)
+    def settle(self, step: int, tokens: list[int], watched: set[int]) -> list[EngineOutput | None]:
+        """Take the tokens of a step, one a row, of all rows that are not `watched`; None where one is."""
+        results: list[EngineOutput | None] = []
+        for row, (request, req_id, token) in enumerate(zip(self.requests, self.req_ids, tokens, strict=True)):
+            if watched and row in watched:
+                results.append(None)
+                continue
+            request.num_confirmed += 1
+            request.num_in_flight -= 1
+            request.token_ids.append(token)
+            request.num_known += 1
+            results.append(EngineOutput(req_id=req_id, new_token_ids=[token], step=step))
+        return results

@@ -110,6 +110,19 @@ class KVCacheManager:
         request.capacity += missing * self.block_size
         return added
 
+    def add_block(self, requests: list[Request]) -> dict[str, tuple[list[int], ...]]:
+        """Extend the blocks of each request by one in every group, and return them by id; the caller has counted."""
+        added, num_groups = {}, self.num_groups
+        blocks = self.pool.allocate(len(requests) * num_groups)
+        self._fresh += blocks
+        for i, request in enumerate(requests):
+            mine = tuple([block] for block in blocks[i * num_groups : (i + 1) * num_groups])
+            for group, new in zip(request.block_ids, mine, strict=True):
+                group += new
+            request.capacity += self.block_size
+            added[request.message.req_id] = mine
+        return added
+
     def free(self, request: Request) -> None:
         """Release every block of a request, the tail first, so that shared prefixes live longest."""
         for group in request.block_ids:

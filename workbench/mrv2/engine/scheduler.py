@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from mrv2.engine.adaptive_drafts import AdaptiveDrafts
-from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord, settle_token
+from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
 from mrv2.engine.messages import EngineOutput, FinishReason
@@ -99,10 +99,7 @@ class Scheduler:
         full = batch.full_after(batch.num_launched - 1)
         if len(full) * self.kv.num_groups > self.kv.pool.num_free:
             return None
-        new_block_ids = {}
-        for request in full:
-            if request.num_computed == request.capacity:
-                new_block_ids[request.message.req_id] = self.kv.grow(request, request.num_computed + 1)
+        growing = [request for request in full if request.num_computed == request.capacity]
         scheduled = SchedulerOutput(
             step=self.step,
             freed_req_ids=sorted(self.rows_to_free),
@@ -112,7 +109,7 @@ class Scheduler:
             num_computed_tokens=batch.launch(),
             yields_token=batch.yields,
             num_draft_tokens=batch.zeros,
-            new_block_ids=new_block_ids,
+            new_block_ids=self.kv.add_block(growing),
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=len(batch.requests),
         )
@@ -219,26 +216,15 @@ class Scheduler:
     def _settle_decodes(self, batch: DecodeBatch, index: int, output: StepOutput) -> list[EngineOutput]:
         """Settle step `index` of a batch whose members are all as it left them: only ends need a closer look."""
         sampled = output.sampled_token_ids[:, 0]
-        tokens, watched = sampled.tolist(), batch.rows_to_watch(index, sampled)
-        if not watched:
-            results = [
-                settle_token(request, token, output.step) for request, token in zip(batch.requests, tokens, strict=True)
-            ]
-        else:
-            results = []
-            for row, (entry, token) in enumerate(zip(batch.entries, tokens, strict=True)):
-                ends = row in watched
-                result = (
-                    self._settle(entry, [token], output, row, row)
-                    if ends
-                    else settle_token(entry.request, token, output.step)
-                )
-                assert result is not None, "a decode yields a token"
-                results.append(result)
+        watched = batch.rows_to_watch(index, sampled)
+        tokens = sampled.tolist()
+        results = batch.settle(output.step, tokens, watched)
+        for row in sorted(watched):
+            results[row] = self._settle(batch.entries[row], [tokens[row]], output, row, row)
         if self.kv.enable_prefix_caching:
             for request in batch.full_after(index):
                 self.kv.publish(request)
-        return results
+        return [result for result in results if result is not None]
 
     def _settle(
         self, entry: ScheduledEntry, tokens: list[int], output: StepOutput, row: int, first_row: int

@@ -34,6 +34,7 @@ from mrv2.sampling_params import SamplingParams
 from mrv2.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
+_CLOSED = "the workbench is closed; make a new one"
 POLL_S = 0.03
 VIEW_S = 0.1
 SAMPLE_S = 0.5
@@ -110,7 +111,7 @@ class Driver:
         """Run `work` on the driver's thread, between two rounds; what it raises is the future's."""
         future: Future[_T] = Future()
         if self._stop.is_set() or not self._thread.is_alive():
-            future.set_exception(EngineDeadError("the workbench is closed; make a new one"))
+            future.set_exception(EngineDeadError(_CLOSED))
             return future
         self._commands.put((work, future))
         return future
@@ -160,7 +161,9 @@ class Driver:
             self.round(serve_load=False)
 
     def round(self, *, serve_load: bool = True) -> None:
-        """Send what is due, take what came, look at the engine."""
+        """Send what is due, take what came, look at the engine; raises `EngineDeadError` once it is being closed."""
+        if self._stop.is_set():
+            raise EngineDeadError(_CLOSED)
         now = time.monotonic()
         if serve_load and not self.paused:
             self._serve(now)
@@ -184,7 +187,9 @@ class Driver:
                 self._take_commands()
                 self.round()
         except BaseException as error:
-            self.errors.add(error)
+            # what was interrupted by closing is no failure
+            if not self._stop.is_set():
+                self.errors.add(error)
         finally:
             self._stop.set()
             self._fail_commands()
@@ -210,7 +215,7 @@ class Driver:
                 _, future = self._commands.get_nowait()
             except Empty:
                 break
-            future.set_exception(EngineDeadError("the workbench is closed; make a new one"))
+            future.set_exception(EngineDeadError(_CLOSED))
         self.intents.refuse_pending("the engine has stopped")
 
     def _apply(self, intent: Intent) -> None:

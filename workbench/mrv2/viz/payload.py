@@ -40,7 +40,7 @@ def plotly_source() -> tuple[str, bytes]:
     file = Path(found.origin).parent / "package_data" / "plotly.min.js"
     if not file.is_file():
         raise TraceError(f"plotly {version('plotly')} has no {file.name}: pip install 'mrv2-workbench[notebook]'")
-    return version("plotly"), gzip.compress(file.read_bytes(), 1, mtime=0)
+    return version("plotly"), gzip.compress(file.read_bytes(), 6, mtime=0)
 
 
 def describe(index: TimelineIndex) -> dict[str, Any]:

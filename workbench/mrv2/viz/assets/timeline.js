@@ -15,7 +15,15 @@ class TimelineView {
     this.build();
     this.take(spec);
     this.setTheme(options.theme || detectTheme(root));
-    this.observers = [new ResizeObserver(() => this.resize())];
+    // a notebook may build the view before it stands on the page: only then is there a background to fit
+    let isPlaced = Boolean(options.theme) || root.isConnected;
+    this.observers = [new ResizeObserver(() => {
+      if (!isPlaced && root.isConnected) {
+        isPlaced = true;
+        this.setTheme(detectTheme(root));
+      }
+      this.resize();
+    })];
     this.observers[0].observe(this.plot);
     if (!options.theme) this.observers.push(onThemeChange(() => this.setTheme(detectTheme(root))));
   }

@@ -1,0 +1,60 @@
+"""How the drawing kernels are launched, by the number of rows: pure data, and never a part of what is drawn.
+
+A table holds (most rows, launch) in ascending order; a batch takes the first entry that it fits, a larger one the
+last.  In a captured graph the rows are those of the padded batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+Table = tuple[tuple[int, T], ...]
+
+
+class FusedLaunch(NamedTuple):
+    """Launch of `gumbel_fused`; every one draws the same tokens."""
+
+    # tokens a program
+    block: int = 4096
+    num_warps: int = 4
+    # tokens whose exact scores are computed together, where a bound does not decide
+    step: int = 512
+
+
+class BlockedLaunch(NamedTuple):
+    """Launch of `gumbel_blocked`; `num_warps` orders its sums, so it is no part of this."""
+
+    # blocks a program; the next one is fetched while one is summed
+    span: int = 1
+    # a second launch draws, else the program that arrives last at a row
+    is_split: bool = False
+
+
+class TruncatedLaunch(NamedTuple):
+    """Launch of `gumbel_truncated`; every one draws the same tokens but for roundings of a nucleus' mass."""
+
+    # runs of 1,024 tokens a program = tokens of a group / 8
+    repeats: int = 8
+    num_warps: int = 4
+    # a second launch of `draw_warps` a row draws, else the program that arrives last at a row
+    is_split: bool = False
+    draw_warps: int = 8
+    # logits that are looked at together when groups are read again
+    collect: int = 2048
+
+
+FUSED: Table[FusedLaunch] = ((8, FusedLaunch(block=4096, num_warps=4)), (1 << 30, FusedLaunch(block=4096, num_warps=2)))
+BLOCKED: Table[BlockedLaunch] = ((8, BlockedLaunch()), (1 << 30, BlockedLaunch(is_split=True)))
+TRUNCATED: Table[TruncatedLaunch] = (
+    (8, TruncatedLaunch(repeats=4, is_split=False, num_warps=4)),
+    (1 << 30, TruncatedLaunch(is_split=True)),
+)
+
+
+def launch_of(table: Table[T], num_rows: int) -> T:
+    """Return the launch for a padded batch of `num_rows` rows."""
+    for most, launch in table:
+        if num_rows <= most:
+            return launch
+    return table[-1][1]
