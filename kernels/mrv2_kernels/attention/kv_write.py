@@ -12,6 +12,7 @@ import torch
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 
 @triton.jit
@@ -25,7 +26,11 @@ def _write_kv_kernel(
     v_stride,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
@@ -57,7 +62,7 @@ def write_kv_triton(
         assert x.stride(2) == 1 and x.stride(1) == head_dim, f"{name} needs adjacent heads, got strides {x.stride()}"
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the KV caches must be contiguous"
     row = num_kv_heads * head_dim
-    block = next_power_of_2(row)
+    block, pdl = next_power_of_2(row), has_pdl(k)
     _write_kv_kernel[(num_tokens,)](
         k,
         v,
@@ -68,7 +73,9 @@ def write_kv_triton(
         v.stride(0),
         ROW=row,
         BLOCK=block,
+        PDL=pdl,
         num_warps=min(max(block // 256, 1), 8),
+        launch_pdl=pdl,
     )
 
 
@@ -99,4 +106,4 @@ def aot_cases() -> list[AotCase]:
     """Return a representative signature of each kernel of this module."""
     signature = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
     signature |= {"slot_mapping_ptr": "*i32", "k_stride": "i32", "v_stride": "i32"}
-    return [AotCase(_write_kv_kernel, signature, {"ROW": 1024, "BLOCK": 1024})]
+    return [AotCase(_write_kv_kernel, signature, {"ROW": 1024, "BLOCK": 1024, "PDL": True})]

@@ -16,15 +16,15 @@ only then waits (`gdc_wait`) for its predecessor's results:
    its programs run, though n has not ended), so a store before the wait could hit a buffer that an older kernel
    still reads; after it, no older kernel runs.  The same makes one workspace enough for all products of a stream.
 
-In a step these kernels (products, norms, activation, fused attention) have others around them (embedding, library
-products, copies, sampling), on one stream.  Both mix freely:
+In a step these kernels (products, norms, activation, rotation, KV write, fused attention) have others around them
+(embedding, library products, copies, sampling), on one stream.  Both mix freely:
 
 - a kernel launched without the attribute starts when its predecessor has ended, hence, by rule 1, when all before that
   have: it is never overtaken by one of these, which write nothing before their wait, and overtakes none;
 - behind one that never says `gdc_launch_dependents` these start when it has ended, for it says so by ending; behind
   a library's kernel that says it early, `gdc_wait` returns only when that has ended;
 - memory that the allocator hands on within the stream is written after a wait, when all who read it have ended;
-- weights are written at load, which is synchronised before the first step;
+- weights are written at load; every step begins with an ordinary launch, which starts when they have been written;
 - a copy or an event between two kernels is waited for as a whole: the launch behind it is an ordinary one.
 """
 

@@ -18,6 +18,7 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 # heads a program rotates; a tile of 8 x 64 pairs keeps two warps busy with 16-byte loads
 HEADS_PER_PROGRAM = 8
@@ -40,7 +41,11 @@ def _rotary_kernel(
     BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ACC: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -93,7 +98,7 @@ def _launch(
         return
     for name, x in (("q", q), ("k", k)):
         assert x.stride(2) == 1 and x.stride(1) == head_dim, f"{name} needs adjacent heads, got strides {x.stride()}"
-    half = head_dim // 2
+    half, pdl = head_dim // 2, has_pdl(q)
     q_blocks = cdiv(num_q_heads, HEADS_PER_PROGRAM)
     k_blocks = cdiv(num_k_heads, HEADS_PER_PROGRAM)
     _rotary_kernel[(num_tokens, q_blocks + k_blocks)](
@@ -112,7 +117,9 @@ def _launch(
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         HAS_NORM=has_norm,
         EPS=eps,
+        PDL=pdl,
         num_warps=2,
+        launch_pdl=pdl,
     )
 
 
@@ -207,5 +214,6 @@ def aot_cases() -> list[AotCase]:
         "BLOCK_HEADS": HEADS_PER_PROGRAM,
         "HAS_NORM": True,
         "EPS": 1e-6,
+        "PDL": True,
     }
     return [AotCase(_rotary_kernel, signature, constants, num_warps=2)]
