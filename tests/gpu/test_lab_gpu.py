@@ -44,7 +44,7 @@ def test_it_runs_in_a_child_process_and_every_setting_is_applied_under_load(benc
 @pytest.mark.parametrize("graphs", ["off", "model", "step"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_inspected_inputs_are_those_of_a_decode_step(bench: Workbench, graphs: str, runner: str) -> None:
-    bench.set(cuda_graphs=graphs, runner=runner, sampler="softmax_race", spec_method="off")
+    bench.set(cuda_graphs=graphs, runner=runner, queue_depth=2, sampler="softmax_race", spec_method="off")
     bench.wait(tokens=50)
     steps = bench.inspect(6).steps[-6:]
     assert [s.step for s in steps] == list(range(steps[0].step, steps[0].step + 6))

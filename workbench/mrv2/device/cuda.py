@@ -160,7 +160,7 @@ class CudaDevice(Device):
                 try:
                     fn()
                 except BaseException:
-                    _abandon(graph)
+                    _abandon(graph, self.index)
                     raise
                 graph.capture_end()
         finally:
@@ -210,9 +210,11 @@ class CudaDevice(Device):
             raise DeviceError("the device is closed; make a new one with make_device()")
 
 
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture that failed, so that the stream is usable again; the first error is the one to see."""
+def _abandon(graph: torch.cuda.CUDAGraph, index: int) -> None:
+    """End a capture that failed, so that the device is usable again; the first error is the one to see."""
     try:
         graph.capture_end()
     except RuntimeError:
-        pass
+        # torch's generator would wait for the end of that capture for ever; a copy of it knows of none
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())

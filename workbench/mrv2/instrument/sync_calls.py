@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from time import perf_counter_ns, thread_time_ns
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,9 +68,9 @@ class CallMode(TorchFunctionMode):
             return func(*args, **kwargs)
         found = _find(guard, getattr(func, "__name__", ""), args, kwargs)
         if found is None:
-            busy = thread_time_ns()
+            held = guard.hold()
             result = func(*args, **kwargs)
-            guard.count_call(func, thread_time_ns() - busy)
+            guard.count_call(func, held.stop())
             return result
         kind, call, remedy = found
         if guard.mode == "error":

@@ -34,9 +34,10 @@ _OWN_DIRS = (
 )
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _STACK_DEPTH = 6
-# a launch that takes longer, and keeps the thread running meanwhile, found the launch queue full: the
-# driver polls it, whereas a thread that the operating system or the GIL has set aside uses no processor
+# a launch that keeps the thread running for longer found the launch queue full: the driver polls it.  A thread
+# that the operating system or the GIL has set aside uses no processor, and is back within a few time slices
 _BACKPRESSURE_NS = 1_000_000
+_SET_ASIDE_NS = 20_000_000
 # a busy machine can cause these by itself, so they never raise
 _NEVER_RAISED = frozenset({"launch_backpressure"})
 
@@ -59,6 +60,21 @@ class SyncRecord:
     step: int | None
     # how long the host was held, where that is known
     duration_ns: int | None = None
+
+
+class Held:
+    """How long a call holds its thread: from its making to `stop`."""
+
+    __slots__ = ("_busy", "_start", "counted_ns")
+
+    def __init__(self) -> None:
+        self._start, self._busy, self.counted_ns = perf_counter_ns(), thread_time_ns(), 0
+
+    def stop(self) -> Held:
+        """Take the time: of the thread at work, or by the clock where that is beyond any time slice."""
+        busy, elapsed = thread_time_ns() - self._busy, perf_counter_ns() - self._start
+        self.counted_ns = elapsed if elapsed > _SET_ASIDE_NS else busy
+        return self
 
 
 class SyncGuard:
@@ -122,19 +138,25 @@ class SyncGuard:
                 "device_synchronize", f"Device.synchronize({reason!r})", "wait for one event: Event.synchronize(reason)"
             )
 
-    def count_call(self, func: Callable[..., Any], busy_ns: int) -> None:
-        """Note for how long a torch call kept the thread running; on CUDA a long one is backpressure."""
+    @staticmethod
+    def hold() -> Held:
+        """Begin to time a call."""
+        return Held()
+
+    def count_call(self, func: Callable[..., Any], held: Held) -> None:
+        """Note how long a torch call held the host; on CUDA a long one is backpressure."""
         self._num_calls += 1
-        self._calls_ns += busy_ns
-        if busy_ns > _BACKPRESSURE_NS:
-            self._backpressure(getattr(func, "__name__", str(func)), busy_ns)
+        self._calls_ns += held.counted_ns
+        if held.counted_ns > _BACKPRESSURE_NS:
+            self._backpressure(getattr(func, "__name__", str(func)), held.counted_ns)
 
     def watch_launch(self, stage: str, launch: Callable[[], object]) -> None:
         """Run a stage's launches; flag it when they held the host longer than their number explains."""
-        calls, calls_ns, start = self._num_calls, self._calls_ns, thread_time_ns()
+        calls, calls_ns, held = self._num_calls, self._calls_ns, Held()
         launch()
+        held.stop()
         # torch calls are judged one by one; the rest are graph and kernel launches and Python itself
-        rest_ns = thread_time_ns() - start - (self._calls_ns - calls_ns)
+        rest_ns = held.counted_ns - (self._calls_ns - calls_ns)
         if rest_ns > _BACKPRESSURE_NS * (1 + self._num_calls - calls):
             self._backpressure(f"stage {stage!r}", rest_ns)
 

@@ -6,6 +6,7 @@ import json
 import sqlite3
 import tempfile
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # keys of `Trace.meta` travel inside an export as rows MRV2:<key> of META_DATA_CAPTURE
 STAMP_PREFIX = "MRV2:"
+_SETTLE_S = 1.0
 
 
 def require_session() -> Session:
@@ -54,6 +56,8 @@ class NsightBackend(Backend):
     def start(self) -> None:
         self._target.settle("start of recording")
         self._session.start(self._report)
+        # nsys answers before the library in this process listens to NVTX
+        time.sleep(_SETTLE_S)
         self._is_running = True
         if self._steps is not None:
             self._limit = StepLimit(self._target.core, self._steps, self.stop)

@@ -30,6 +30,12 @@ def num_ranges(trace: Trace, domain: str | None = None) -> int:
     return int(np.count_nonzero(wanted))
 
 
+def num_steps(trace: Trace) -> int:
+    """Return how many steps of our engine have a range in a capture."""
+    ours = trace.ranges.step[trace.ranges.domain == trace.string_id(DOMAIN)]
+    return len(np.unique(ours[ours >= 0]))
+
+
 def check_capture(trace: Trace, level: Level, *, has_engine: bool, on_cuda: bool) -> None:
     """Raise `RecordError` if a recording made by this process lacks what it should hold.
 
@@ -47,6 +53,11 @@ def check_capture(trace: Trace, level: Level, *, has_engine: bool, on_cuda: bool
             raise RecordError("the capture holds no stage: no step of the engine ran while it was recorded")
         why = why_no_ranges(trace, nvtx_status())
         raise RecordError(f"the capture holds no range of domain {DOMAIN!r}: {why}")
+    if level == "nsight" and not num_steps(trace):
+        raise RecordError(
+            "the capture holds ranges but no stage of a step: no step ran while it was recorded, or nsys began to "
+            "listen too late; record again"
+        )
     if on_cuda and not len(trace.ops):
         why = {
             "stages": "the recording ended before any stage of the device did",
