@@ -62,7 +62,7 @@ def test_compare_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     table = [line.split()[:2] for line in out.splitlines() if line.startswith(("v1", "v2"))]
     plain = [["v1", "sync"], ["v1", "async"], ["v2", "sync"], ["v2", "async"]]
     assert table == [*plain, ["v2", "async"]]
-    assert "+ ngram" in out and "n-gram drafts: " in out
+    assert "+ ngram" in out and "ngram drafts: " in out
     assert "identical tokens: yes" in out
     assert "output 1.00" in out
     assert out.count("[0] ") == 1, "each text is printed once"

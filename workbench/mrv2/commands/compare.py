@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from mrv2.commands.arguments import add_engine_flags, add_knob_flags, add_model_flag, flag, given_options
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mrv2.bench.harness import Variant
     from mrv2.bench.serving import ServedRun, StepProfile
     from mrv2.engine.core import EngineCore
-    from mrv2.engine.messages import EngineRequest
+    from mrv2.engine.messages import DraftCounts, EngineRequest, EngineSnapshot
     from mrv2.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 32
@@ -32,9 +33,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "compare",
         help="the demo: both runners, sync and async, on the same requests",
         description="Serve the same chat requests with each runner, with and without async scheduling, and once more "
-        "with n-gram drafts, on one loaded engine whose knobs are switched between the runs. Prints the texts once, "
-        "where the time of a step "
-        "went, and whether every run generated the same tokens. Exit code 1 if they differ by more than a tie.",
+        "with n-gram drafts and with the draft heads that ship for the model, on one loaded engine whose knobs are "
+        "switched between the runs. Prints the texts once, where the time of a step went, and whether every run "
+        "generated the same tokens. Exit code 1 if they differ by more than a tie.",
     )
     add_model_flag(parser, DEFAULT_MODEL)
     parser.add_argument(
@@ -72,6 +73,8 @@ class _Measured:
     # the clock's run, and the recorded one (on the host the same)
     run: ServedRun
     profile: StepProfile
+    # None = nobody drafted
+    drafts: DraftCounts | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,11 +106,12 @@ def run(args: argparse.Namespace) -> int:
             "max_num_seqs": args.requests,
             "max_num_batched_tokens": max(1024, args.requests),
             "max_num_spec_tokens": options.get("num_spec_tokens", Knobs().num_spec_tokens),
+            "speculators": _shipped_heads(args.model),
         }
         core = EngineCore(build_config(args.model, device=device.type, **{**defaults, **options}), device)
         requests = _requests(core, prompts, args, tokenizer)
         variants, refused = make_variants(core.knobs, AXES)
-        variants += _with_drafts(variants[-1])
+        variants += _with_drafts(core, variants[-1])
         for text in refused:
             note(f"left out: {text}")
         for variant in variants:
@@ -123,29 +127,45 @@ def run(args: argparse.Namespace) -> int:
             for each in measured[1:]
             for difference in find_differences(core, requests, measured[0].run.tokens, each.run.tokens)
         ]
-        print(_drafts(core))
+        print(_drafts([_fastest(measured, variant) for variant in variants]))
         return _verdict(measured[0], differences)
     finally:
         device.close()
 
 
-def _with_drafts(variant: Variant) -> list[Variant]:
-    """Return `variant` with n-gram drafts, as many as the knobs say; nothing if they say none."""
+def _shipped_heads(model: str) -> list[str]:
+    """Return the methods for which a draft head ships that was trained on `model`."""
+    from mrv2_models.drafters.loading import shipped_head_of
+
+    return [method for method in ("eagle3", "mtp") if shipped_head_of(method, model) is not None]
+
+
+def _with_drafts(core: EngineCore, variant: Variant) -> list[Variant]:
+    """Return `variant` with each way of drafting that is loaded, as many as the knobs say; nothing if they say none."""
     from mrv2.bench.harness import Variant
 
-    knobs = variant.knobs.with_changes(spec_method="ngram")
-    setting = {**variant.setting, "spec_method": "ngram"}
-    return [Variant(f"{variant.label} ngram", setting, knobs)] if knobs.drafting else []
+    found = []
+    for method in ("ngram", *(drafter.method for drafter in core.executor.drafters)):
+        knobs = variant.knobs.with_changes(spec_method=method)
+        if knobs.drafting:
+            found.append(Variant(f"{variant.label} {method}", {**variant.setting, "spec_method": method}, knobs))
+    return found
 
 
-def _drafts(core: EngineCore) -> str:
-    """Say how the drafts fared, over all runs that had some."""
-    snapshot = core.snapshot()
-    length = snapshot.mean_accepted_length
-    if length is None:
-        return "\ndrafts: none was proposed"
-    shares = ", ".join(percent(share) for share in snapshot.acceptance)
-    return f"\nn-gram drafts: {length:.2f} tokens a verification; accepted by position {shares}"
+def _drafts(measured: list[_Measured]) -> str:
+    """Say how the drafts of each setting fared."""
+    lines = []
+    for each in measured:
+        method, counts = each.variant.knobs.spec_method, each.drafts
+        if counts is None:
+            continue
+        length = counts.mean_accepted_length
+        shares = ", ".join(percent(share) for share in counts.acceptance)
+        told = (
+            "none was proposed" if length is None else f"{length:.2f} tokens a verification; accepted by place {shares}"
+        )
+        lines.append(f"{method} drafts: {told}")
+    return "\n" + "\n".join(lines) if lines else "\ndrafts: none was asked for"
 
 
 def _prompts(tokenizer: Tokenizer | None, count: int, vocab_size: int) -> list[list[int]]:
@@ -199,10 +219,22 @@ def _measure(core: EngineCore, variant: Variant, requests: list[EngineRequest]) 
     from mrv2.bench.serving import profile
 
     note(f"serving {len(requests)} requests: {variant.label}")
+    before = core.snapshot()
     run = _serve(core, variant, requests) if core.device.type == "cuda" else None
     core.set_knobs(**variant.knobs.as_dict())
     recorded, served = profile(core, requests)
-    return _Measured(variant, run or served, recorded)
+    drafts = _drafts_since(before, core) if variant.knobs.drafting else None
+    return _Measured(variant, run or served, recorded, drafts)
+
+
+def _drafts_since(before: EngineSnapshot, core: EngineCore) -> DraftCounts:
+    from mrv2.engine.messages import DraftCounts
+
+    now = core.snapshot()
+    pairs = zip_longest(now.num_drafted, before.num_drafted, fillvalue=0)
+    drafted = [new - old for new, old in pairs]
+    accepted = [new - old for new, old in zip_longest(now.num_accepted, before.num_accepted, fillvalue=0)]
+    return DraftCounts(drafted, accepted) if any(drafted) else DraftCounts()
 
 
 def _fastest(measured: list[_Measured], variant: Variant) -> _Measured:
@@ -231,7 +263,7 @@ def _table(measured: list[_Measured]) -> str:
         rows.append(
             (
                 knobs.runner,
-                ("async" if knobs.async_scheduling else "sync") + (" + ngram" if knobs.drafting else ""),
+                ("async" if knobs.async_scheduling else "sync") + (f" + {knobs.spec_method}" if knobs.drafting else ""),
                 number(run.tokens_per_second, 1),
                 str(run.num_steps),
                 number(each.profile.host_ms),
