@@ -83,6 +83,7 @@ class Case:
             num_spec_tokens=self.axes["num_drafts"],
             verification="token_exact" if self.drafts_on_v1 else self.axes["verification"],
             cuda_graphs=self.axes["cuda_graphs"],
+            prefill_chunk=0 if self.axes["chunks"] == "whole prompts" else 16 * (self.seed // 5 % 2),
         )
 
 

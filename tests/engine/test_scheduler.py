@@ -7,7 +7,7 @@ import pytest
 
 from mrv2.config import Knobs
 from mrv2.device import make_device
-from mrv2.errors import RequestError
+from mrv2.errors import ConfigError, RequestError
 from mrv2.runner.forward import Buckets
 from mrv2.sampling_params import SamplingParams
 from serving import BLOCK_SIZE, Collector, alone, make_core, random_prompt, serve
@@ -43,6 +43,36 @@ class TestAdmission:
         core = make_core(num_gpu_blocks=4)
         prompt = random_prompt(0, 28)
         assert serve(core, {"r": (prompt, greedy(20))})["r"].token_ids == expect_alone(prompt, 20)
+
+    def test_a_prompt_beside_decodes_is_cut_and_one_by_itself_is_not(self) -> None:
+        core = make_core(max_num_batched_tokens=128, knobs=Knobs(prefill_chunk=16))
+        collector, prompts = Collector(core), [random_prompt(0, 90), random_prompt(1, 70), random_prompt(2, 50)]
+        steps: list[tuple[int, int]] = []
+        launch = core.scheduler._launch
+
+        def watched(entries, *rest):  # type: ignore[no-untyped-def]  # as `_launch`
+            prompt_tokens = [e.num_tokens for e in entries if e.num_tokens > 1]
+            steps.append((len(entries) - len(prompt_tokens), sum(prompt_tokens)))
+            return launch(entries, *rest)
+
+        core.scheduler._launch = watched  # type: ignore[method-assign]
+        collector.submit("r0", prompts[0], greedy(30))
+        for _ in range(4):
+            collector.step()
+        for i in (1, 2):
+            collector.submit(f"r{i}", prompts[i], greedy(30))
+        served = collector.run()
+        assert steps[0] == (0, 90), "nothing decoded yet"
+        assert max(prompt for decodes, prompt in steps if decodes) == 16
+        assert sum(prompt > 0 for _, prompt in steps) >= 1 + 120 // 16
+        assert [served[f"r{i}"].token_ids for i in range(3)] == [expect_alone(p, 30) for p in prompts]
+        core.shutdown()
+
+    def test_cutting_prompts_needs_chunks(self) -> None:
+        core = make_core(enable_chunked_prefill=False)
+        with pytest.raises(ConfigError, match="prefill_chunk=64 cuts prompts"):
+            core.set_knobs(prefill_chunk=64)
+        core.shutdown()
 
     @pytest.mark.parametrize(("prompt", "message"), [([], "empty"), ([1, 512], "512"), ([-1], "-1")])
     def test_prompts_that_no_model_can_read_are_refused(self, prompt: list[int], message: str) -> None:

@@ -104,6 +104,14 @@ class Knobs:
         "(noise for one block of tokens only) and torch_sort (plain torch) draw others of the same distribution.",
         "The length of the sample stage, and how many kernels it launches.",
     )
+    prefill_chunk: int = _knob(
+        0,
+        "T",
+        "Prompt tokens, all requests together, of a step in which some request decodes: 0 = as many as the step's "
+        "token budget leaves. Needs enable_chunked_prefill.",
+        "A long prompt beside running requests: few long steps, or more of them that are hardly longer than a decode.",
+        (0, 16, 64, 128, 256, 512, 1024, 2048),
+    )
     grammar_overlap: Literal["deferred", "blocking"] = _knob(
         "deferred",
         "T",
@@ -290,6 +298,11 @@ class EngineConfig:
             raise ConfigError(
                 f"spec_method={method!r}: the engine was loaded with speculators={self.speculators!r}, which keeps no "
                 f"memory for it; load it with speculators=({method!r},), or with a model as '{method}=MODEL'"
+            )
+        if knobs.prefill_chunk and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"prefill_chunk={knobs.prefill_chunk} cuts prompts, which enable_chunked_prefill=False forbids; "
+                "set one of them otherwise"
             )
         if knobs.spec_method != "off" and knobs.num_spec_tokens > self.max_num_spec_tokens:
             raise ConfigError(

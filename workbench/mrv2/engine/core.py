@@ -78,7 +78,7 @@ class EngineCore:
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
-        self._use_drafter()
+        self._tell_scheduler()
         self._in_flight: deque[AsyncOutput] = deque()
         # what the next `step` returns
         self._ready: list[EngineOutput] = []
@@ -168,7 +168,7 @@ class EngineCore:
             self.scheduler.forget_drafts()
         self.knobs = knobs
         self._knobs_since = self.scheduler.step
-        self._use_drafter()
+        self._tell_scheduler()
         return knobs
 
     @torch.no_grad()
@@ -207,9 +207,10 @@ class EngineCore:
         self.grammars.close()
         self.executor.shutdown()
 
-    def _use_drafter(self) -> None:
-        """Tell the scheduler who drafts, and how much."""
+    def _tell_scheduler(self) -> None:
+        """Tell the scheduler who drafts, how much, and how far prompts may stretch a step of decodes."""
         knobs = self.knobs
+        self.scheduler.prefill_chunk = knobs.prefill_chunk
         self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
         # what was learnt of one way of drafting says nothing of another
         self.scheduler.adaptive = AdaptiveDrafts(self.config.draft_cost) if knobs.adaptive_drafts else None

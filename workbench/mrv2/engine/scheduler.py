@@ -47,6 +47,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.max_chunk = long_prefill_token_threshold or max_num_batched_tokens
+        # prompt tokens of a step in which some request decodes; 0 = the budget alone limits them
+        self.prefill_chunk = 0
         # both in order of service (`Request.key`)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -130,7 +132,9 @@ class Scheduler:
         entries: list[ScheduledEntry] = []
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
-        budget = self.max_num_batched_tokens
+        budget = prompt_room = self.max_num_batched_tokens
+        if self.prefill_chunk and any(r.num_ahead - r.num_computed == 1 for r in self.running):
+            prompt_room = min(budget, self.prefill_chunk)
         self._has_grammar, most = False, self.num_spec_tokens
         self._num_next_drafts = self.adaptive.choose(most) if self.adaptive is not None and most else most
         preempted, num_preemptions = False, self.stats.num_preemptions
@@ -145,7 +149,10 @@ class Scheduler:
                 continue
             num_drafts = 0
             if num_tokens > 1:
-                num_tokens = min(num_tokens, budget, self.max_chunk)
+                num_tokens = min(num_tokens, budget, prompt_room, self.max_chunk)
+                if not num_tokens:
+                    continue
+                prompt_room -= num_tokens
             else:
                 # drafts that may have been accepted fill the request: what it needs next is known later
                 if request.num_computed + 1 >= request.max_len and request.num_drafts_in_flight:
@@ -167,7 +174,7 @@ class Scheduler:
         preempted = preempted or self.stats.num_preemptions > num_preemptions
 
         index = 0
-        while index < len(self.waiting) and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
+        while index < len(self.waiting) and self._may_admit(min(budget, prompt_room), preempted):
             request = self.waiting[index]
             if request.grammar_ticket is not None:
                 # others may pass a request whose grammar is still compiling
@@ -175,16 +182,20 @@ class Scheduler:
                 continue
             if request.num_stale:
                 break
-            admitted = self._admit(request, budget)
+            admitted = self._admit(request, min(budget, prompt_room))
             if not admitted:
                 break
             budget -= admitted
+            prompt_room -= admitted
             new_requests.append(self._new_row(request))
             entries.append(self._entry(request, admitted))
 
         if not entries:
             return None
         return self._launch(entries, new_requests, new_block_ids)
+
+    def _may_admit(self, room: int, preempted: bool) -> bool:
+        return room > 0 and len(self.running) < self.max_num_seqs and not preempted
 
     def grammar_rows(self) -> list[tuple[int, Request]]:
         """Return the requests of the newest step that follow a grammar and yield a token, with their batch rows."""
