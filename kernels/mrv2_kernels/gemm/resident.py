@@ -9,6 +9,10 @@ Warps share out the inputs, not the outputs: warp w multiplies the columns k of 
 ``k // KW % num_warps == w`` as one batch of a batched product (mma.sync m16n8k16), so that each weight passes from
 shared memory to registers once; the warps' sums are added at the end.  Splits of the inputs write partial sums to a
 workspace; the last program of a tile to arrive adds them in their order, so results do not depend on who is last.
+
+Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 432 us at 8 rows (569
+without starting ahead; the library 631), 447 at 16, 642 at 32 and 998 at 64 (the library 656 and 673): x, which each
+program reads anew, outweighs what is gained.
 """
 
 from __future__ import annotations
