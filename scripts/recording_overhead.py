@@ -21,8 +21,9 @@ def main() -> None:
     parser.add_argument("--workload", default="d")
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--graphs", default="step", choices=("off", "model", "step"))
     args = parser.parse_args()
-    core = EngineCore(EngineConfig(model=args.model, max_model_len=4096, knobs=Knobs()))
+    core = EngineCore(EngineConfig(model=args.model, max_model_len=4096, knobs=Knobs(cuda_graphs=args.graphs)))
     workload = make_workload(args.workload, vocab_size=core.model_config.vocab_size)
     serve(core, workload.engine_requests())
 
@@ -41,7 +42,17 @@ def main() -> None:
         off, on = (first, second) if pair % 2 == 0 else (second, first)
         ratios.append(on / off)
         print(f"pair {pair}: off {off:,.0f} tok/s, recorded {on:,.0f} tok/s, ratio {on / off:.4f}")
-    print(json.dumps({"workload": args.workload, "pairs": args.pairs, "ratios": ratios, "median": median(ratios)}))
+    print(
+        json.dumps(
+            {
+                "workload": args.workload,
+                "graphs": args.graphs,
+                "pairs": args.pairs,
+                "ratios": ratios,
+                "median": median(ratios),
+            }
+        )
+    )
     core.shutdown()
 
 
