@@ -73,3 +73,31 @@ def test_a_projection_grows_with_the_bandwidth(capsys: pytest.CaptureFixture[str
 def test_one_part_at_a_time() -> None:
     with pytest.raises(SystemExit):
         main(["bench", "--growth", "--startup"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (["--samplers", "--model", "tiny-qwen3"], "--model"),
+        (["--samplers", "--max-model-len", "64"], "--max-model-len"),
+        (["--growth", "--workload", "a"], "--workload"),
+        (["--prefill", "--repetitions", "5"], "--repetitions"),
+        (["--explain", "--vary", "queue_depth=1,2"], "--vary"),
+        (["--project", "gb200", "--graphs", "off"], "--graphs"),
+    ],
+)
+def test_a_part_refuses_what_it_has_no_use_for(
+    flags: list[str], refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--device", "host", *flags]) != 0
+    assert f"{flags[0]} does not take {refused}" in capsys.readouterr().err
+
+
+def test_a_part_takes_one_setting_of_the_varied_knobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "growth.json"
+    sizes = ["--max-model-len", "256", "--max-num-seqs", "1", "--record", str(out)]
+    assert main(["bench", "--growth", "--device", "host", "--runners", "v1", "--modes", "sync", *sizes]) == 0
+    knobs = json.loads(out.read_text())["knobs"]
+    assert knobs["runner"] == "v1" and knobs["async_scheduling"] is False
+    assert main(["bench", "--growth", "--device", "host", "--modes", "async,sync"]) != 0
+    assert "sync or async" in capsys.readouterr().err

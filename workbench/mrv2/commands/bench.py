@@ -52,7 +52,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_engine_flags(parser)
     add_knob_flags(parser, without=("runner", "async_scheduling", "cuda_graphs"))
-    parser.set_defaults(run=run)
+    unset = {name: parser.get_default(name) for name in bench_parts.WORKLOAD_FLAGS}
+    parser.set_defaults(run=run, unset=unset)
     return parser
 
 
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         # a folder that cannot be made should not cost a measurement
         record_path.parent.mkdir(parents=True, exist_ok=True)
     options = given_options(args)
-    part = bench_parts.chosen(args)
+    part = bench_parts.chosen(args, options)
     if part is not None:
         return part(args, options, record_path)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mrv2.commands.arguments import flag
 from mrv2.commands.loading import note_loading
 from mrv2.commands.printing import note
 from mrv2.errors import ConfigError
@@ -22,6 +23,23 @@ PartRun = Callable[[argparse.Namespace, dict[str, Any], "Path | None"], int]
 _GPU_MODEL = "qwen3-0.6b"
 
 
+# flags of the command that say how workloads are measured
+WORKLOAD_FLAGS = (
+    "workload",
+    "model",
+    "scale",
+    "repetitions",
+    "stages",
+    "no_recording",
+    "runners",
+    "modes",
+    "graphs",
+    "vary",
+)
+# those of them that a part with an engine of its own takes as one setting of its knobs
+_KNOB_FLAGS = ("runners", "modes", "graphs")
+
+
 class Part(NamedTuple):
     """One flag of the command."""
 
@@ -29,6 +47,10 @@ class Part(NamedTuple):
     help: str
     run: PartRun
     metavar: str | None = None
+    # of `WORKLOAD_FLAGS`; any other of them is refused
+    reads: tuple[str, ...] = ()
+    # it loads an engine: options and knobs are for that
+    has_engine: bool = False
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,11 +65,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tune", action="store_true", help="with --samplers: time candidate launches of their kernels")
 
 
-def chosen(args: argparse.Namespace) -> PartRun | None:
-    """Return the part that the command line asks for, or None.  Raises `ConfigError` for --tune without its part."""
+def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
+    """Return the part that the command line asks for, or None; its knobs join the engine `options`.
+
+    Raises `ConfigError` for a flag that the part has no use for.
+    """
     if args.tune and not args.samplers:
         raise ConfigError("--tune belongs to --samplers: mrv2 bench --samplers --tune")
-    return next((part.run for part in PARTS if getattr(args, part.flag.removeprefix("--"))), None)
+    part = next((part for part in PARTS if getattr(args, part.flag.removeprefix("--"))), None)
+    if part is None:
+        return None
+    given = [name for name in WORKLOAD_FLAGS if getattr(args, name) != args.unset[name]]
+    legal = (*part.reads, *(_KNOB_FLAGS if part.has_engine else ()))
+    useless = [flag(name) for name in given if name not in legal]
+    if not part.has_engine:
+        useless += [flag(name) for name in options if name != "device"]
+    if useless:
+        raise ConfigError(f"{part.flag} does not take {', '.join(useless)}")
+    if "runners" in given:
+        options["runner"] = args.runners
+    if "modes" in given:
+        if args.modes not in ("sync", "async"):
+            raise ConfigError(f"{part.flag} --modes {args.modes}: sync or async")
+        options["async_scheduling"] = args.modes == "async"
+    if "graphs" in given:
+        options["cuda_graphs"] = args.graphs
+    return part.run
 
 
 def _samplers(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
@@ -249,13 +292,49 @@ PARTS = (
     Part("--samplers", "the values of the knob sampler on random logits (CUDA)", _samplers),
     Part("--gemms", "plans for the matrix products of few rows (CUDA)", _gemms),
     Part("--layers", "attention kernels and their launch plans (CUDA)", _layers),
-    Part("--structured", "what it costs that none, half and all of the requests follow a grammar", _structured),
-    Part("--speculation", "acceptance, speed and step times of every way of drafting, at batch 1 and 8", _speculation),
-    Part("--growth", "a decode step over the batch and over the context, and the host's part of it", _growth),
-    Part("--prefill", "time to the first token, rates of prefill kernels, and decodes beside a prefill", _prefill),
-    Part("--explain", "the kernel budget of decode steps: time, bytes and bandwidth of each part (CUDA)", _explain),
-    Part("--startup", "from the start of a process to its first token, with a cold and a warm cache", _startup),
-    Part("--project", "compute the memory floor on other GPUs, as in gb200,b200", _project, "GPUS"),
+    Part(
+        "--structured",
+        "what it costs that none, half and all of the requests follow a grammar",
+        _structured,
+        reads=("model", "scale"),
+        has_engine=True,
+    ),
+    Part(
+        "--speculation",
+        "acceptance, speed and step times of every way of drafting, at batch 1 and 8",
+        _speculation,
+        reads=("model", "scale", "repetitions"),
+        has_engine=True,
+    ),
+    Part(
+        "--growth",
+        "a decode step over the batch and over the context, and the host's part of it",
+        _growth,
+        reads=("model",),
+        has_engine=True,
+    ),
+    Part(
+        "--prefill",
+        "time to the first token, rates of prefill kernels, and decodes beside a prefill",
+        _prefill,
+        reads=("model",),
+        has_engine=True,
+    ),
+    Part(
+        "--explain",
+        "the kernel budget of decode steps: time, bytes and bandwidth of each part (CUDA)",
+        _explain,
+        reads=("model",),
+        has_engine=True,
+    ),
+    Part(
+        "--startup",
+        "from the start of a process to its first token, with a cold and a warm cache",
+        _startup,
+        reads=("model",),
+        has_engine=True,
+    ),
+    Part("--project", "compute the memory floor on other GPUs, as in gb200,b200", _project, "GPUS", reads=("model",)),
 )
 
 

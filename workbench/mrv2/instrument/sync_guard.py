@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from time import perf_counter_ns, thread_time_ns
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
 from mrv2.errors import SyncError
 from mrv2.instrument import context
-from mrv2.instrument.sync_calls import CallMode, OffStreamMode, copy_problem
+from mrv2.instrument.sync_calls import CallMode, Held, OffStreamMode, copy_problem
 from mrv2.instrument.sync_cuda import GrowthWatch, watch_cuda
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ _OWN_DIRS = (
 )
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _STACK_DEPTH = 6
-# a launch that keeps the thread running for longer found the launch queue full: the driver polls it.  A thread
-# that the operating system or the GIL has set aside uses no processor, and is back within a few time slices
+# a launch that holds its thread for longer found the launch queue full
 _BACKPRESSURE_NS = 1_000_000
-_SET_ASIDE_NS = 20_000_000
 # a busy machine can cause these by itself, so they never raise
 _NEVER_RAISED = frozenset({"launch_backpressure"})
 
@@ -60,21 +58,6 @@ class SyncRecord:
     step: int | None
     # how long the host was held, where that is known
     duration_ns: int | None = None
-
-
-class Held:
-    """How long a call holds its thread: from its making to `stop`."""
-
-    __slots__ = ("_busy", "_start", "counted_ns")
-
-    def __init__(self) -> None:
-        self._start, self._busy, self.counted_ns = perf_counter_ns(), thread_time_ns(), 0
-
-    def stop(self) -> Held:
-        """Take the time: of the thread at work, or by the clock where that is beyond any time slice."""
-        busy, elapsed = thread_time_ns() - self._busy, perf_counter_ns() - self._start
-        self.counted_ns = elapsed if elapsed > _SET_ASIDE_NS else busy
-        return self
 
 
 class SyncGuard:
@@ -137,11 +120,6 @@ class SyncGuard:
             self.flag(
                 "device_synchronize", f"Device.synchronize({reason!r})", "wait for one event: Event.synchronize(reason)"
             )
-
-    @staticmethod
-    def hold() -> Held:
-        """Begin to time a call."""
-        return Held()
 
     def count_call(self, func: Callable[..., Any], held: Held) -> None:
         """Note how long a torch call held the host; on CUDA a long one is backpressure."""

@@ -155,7 +155,6 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def fuse(self, features: TargetFeatures) -> torch.Tensor:
         """Return what the first step reads of the target."""
-        raise NotImplementedError
 
     # embeddings and hidden [B, T, H], cos and sin [T, D / 2] -> [B, T, H] float32
     @abstractmethod
@@ -168,12 +167,10 @@ class DraftHead(nn.Module, ABC):
         memory: AttentionMemory,
     ) -> torch.Tensor:
         """Return the output before `norm`: what the next step reads in place of the features."""
-        raise NotImplementedError
 
     @abstractmethod
     def start_from(self, target: FrozenTarget) -> None:
         """Begin as the target's last layer, which reads the target's features and nothing of the embedding."""
-        raise NotImplementedError
 
 
 class Eagle3Head(DraftHead):
