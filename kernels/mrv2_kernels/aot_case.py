@@ -21,5 +21,3 @@ class AotCase:
     constexprs: dict[str, object]
     num_warps: int = 4
     aligned: frozenset[str] = frozenset()
-    # compute capabilities that have the kernel's instructions, 90 = sm_90; empty = all
-    archs: tuple[int, ...] = ()

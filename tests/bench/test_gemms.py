@@ -56,7 +56,7 @@ def test_candidates_suit_their_product(product: Product, num_rows: int) -> None:
     tried = {plan.variant for plan in plans}
     assert tried == set(VARIANTS) - (set() if num_rows <= MAX_ROWS else {"gemv"}) - (
         set() if num_rows <= 128 else {"resident"}
-    ) - (set() if 16 < num_rows <= 64 else {"warpgroup"})
+    )
     assert bool(fused_candidates(num_rows, product)) == (num_rows <= MAX_ROWS)
 
 

@@ -33,9 +33,7 @@ def report() -> list[str]:
 def test_kernel_compiles(report: list[str], kernel: str, arch: int) -> None:
     lines = [line for line in report if line.split(":")[0].split()[1:] == [f"sm_{arch}", kernel]]
     assert lines, f"the report has no line about {kernel} for sm_{arch}"
-    targets = [case.archs or ARCHS for case in all_cases() if kernel_name(case.kernel) == kernel]
-    expected = ["ok" if arch in archs else "none" for archs in targets]
-    assert [line.split()[0] for line in lines] == expected, "\n".join(lines)
+    assert all(line.startswith("ok ") for line in lines), "\n".join(lines)
 
 
 def test_every_kernel_has_a_case() -> None:

@@ -13,7 +13,6 @@ from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_triton
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan, LinearWorkspace
 from mrv2_kernels.gemm.resident import resident_linear, why_not_resident
 from mrv2_kernels.gemm.streamed import streamed_linear, why_not_streamed
-from mrv2_kernels.gemm.warpgroup import warpgroup_linear, why_not_warpgroup
 
 
 def why_not(plan: LinearPlan, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> str | None:
@@ -24,8 +23,6 @@ def why_not(plan: LinearPlan, num_rows: int, num_outputs: int, num_inputs: int, 
         return why_not_streamed(plan, num_outputs, num_inputs, dtype)
     if plan.variant == "resident":
         return why_not_resident(plan, num_outputs, num_inputs, dtype)
-    if plan.variant == "warpgroup":
-        return why_not_warpgroup(plan, num_rows, num_outputs, num_inputs, dtype)
     return None
 
 
@@ -50,8 +47,6 @@ def linear_triton(
         return streamed_linear(x, weight, plan, workspace, out)
     if plan.variant == "resident":
         return resident_linear(x, weight, plan, workspace, out)
-    if plan.variant == "warpgroup":
-        return warpgroup_linear(x, weight, plan, workspace, out)
     return linear_torch(x, weight, plan, workspace, out)
 
 

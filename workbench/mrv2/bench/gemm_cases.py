@@ -9,7 +9,6 @@ import torch
 from mrv2_kernels._triton import cdiv, next_power_of_2
 from mrv2_kernels.gemm import LIBRARY, LinearPlan, why_not
 from mrv2_kernels.gemm.gemv import MAX_ROWS
-from mrv2_kernels.gemm.warpgroup import BLOCK_K, ROWS
 
 DTYPE = torch.bfloat16
 NUM_LAYERS = 28
@@ -49,7 +48,6 @@ PRODUCTS = (
 def candidates(num_rows: int, product: Product) -> list[LinearPlan]:
     """Return the plans to try for one product at one batch size, the library first."""
     plans = [LIBRARY, *_gemv(num_rows, product), *_streamed(num_rows, product), *_resident(num_rows, product)]
-    plans += _warpgroup(num_rows, product)
     return [p for p in plans if why_not(p, num_rows, product.num_outputs, product.num_inputs, DTYPE) is None]
 
 
@@ -104,21 +102,4 @@ def _resident(num_rows: int, product: Product) -> list[LinearPlan]:
                 if 96 <= programs <= 260 and product.num_inputs % (splits * num_warps * 64) == 0:
                     stages = min(depth, product.num_inputs // (splits * num_warps * 64))
                     plans.append(LinearPlan("resident", block_m, block_n, splits, num_warps, stages))
-    return plans
-
-
-def _warpgroup(num_rows: int, product: Product) -> list[LinearPlan]:
-    if not 16 < num_rows <= ROWS:
-        return []
-    plans = []
-    for block_n in (16, 32, 64, 128):
-        for splits in (1, 2, 3, 4, 6, 8):
-            if product.num_inputs % (splits * BLOCK_K) or not 64 <= cdiv(product.num_outputs, block_n) * splits <= 264:
-                continue
-            # all of x at once if it fits beside the weights, else through the longest ring that does
-            chunks = product.num_inputs // (splits * BLOCK_K)
-            depths = (LinearPlan("warpgroup", ROWS, block_n, splits, 4, stages) for stages in (chunks, 5, 3))
-            shape = (num_rows, product.num_outputs, product.num_inputs, DTYPE)
-            fits = next((plan for plan in depths if why_not(plan, *shape) is None), None)
-            plans += [] if fits is None else [fits]
     return plans
