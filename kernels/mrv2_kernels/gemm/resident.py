@@ -18,9 +18,10 @@ The norm multiplies x by its weights on the way from shared memory to the tensor
 adds up its rows' squares meanwhile, and the product is divided by their root at the end.  A gated product keeps rows
 of gate and up in turns, so that a thread holds both of an output.
 
-Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 432 us at 8 rows (569
-without starting ahead; the library 631), 447 at 16, 642 at 32 and 998 at 64 (the library 656 and 673): x, which each
-program reads anew, outweighs what is gained.
+Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 421 us at 8 rows (562
+without starting ahead; the library 630), 433 at 16, 635 at 32 and 1,014 at 64 (the library 658 and 677): x, which each
+program reads anew, outweighs what is gained.  With kernels for norms, activation and additions between them 498 us at
+8 rows, 521 at 16, 708 at 32; taking those in 466, 470, 684, and 1,343 against 794 at 64, where the library stays.
 """
 
 from __future__ import annotations
