@@ -252,6 +252,9 @@ class EngineConfig:
     logits_processors: tuple = ()
     # most log-probabilities a position may ask for; -1 = the whole vocabulary
     max_logprobs: int = 20
+    # when kernels are compiled and CUDA graphs captured: "first_use" = before the first request what any request needs,
+    # the rest when a step asks for it; "all" = everything before the first request, for measurements
+    warm_up: Literal["first_use", "all"] = "first_use"
     # run Scheduler.check() after every step
     debug_checks: bool = False
     knobs: Knobs = field(default_factory=Knobs)
@@ -281,6 +284,8 @@ class EngineConfig:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be at least 0, or -1 (the whole vocabulary)")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
+        if self.warm_up not in ("first_use", "all"):
+            raise ConfigError(f"warm_up={self.warm_up!r} must be 'first_use' or 'all'")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32", "float64"):
             raise ConfigError(
                 f"dtype={self.dtype!r} must be one of 'auto', 'float16', 'bfloat16', 'float32', 'float64'"
