@@ -143,7 +143,7 @@ def load_weights(model: CausalLM, folder: str | Path) -> None:
                 f"{_listing(extra)}"
             )
         for source in sources:
-            source.dest.copy_(checkpoint.read(source))
+            source.store(checkpoint.read(source))
 
 
 @torch.no_grad()
@@ -161,7 +161,7 @@ def fill_random(model: WeightedModule, seed: int) -> None:
         generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         values = torch.randn(source.shape, generator=generator, dtype=torch.float32, device=device)
         gain = RANDOM_GAIN.get(source.name.split(".")[-2], 1.0)
-        source.dest.copy_(values.mul_(source.std).add_(source.mean).mul_(gain)[source.keep])
+        source.store(values.mul_(source.std).add_(source.mean).mul_(gain)[source.keep])
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: WeightSource) -> None:

@@ -138,7 +138,9 @@ def _floor_seconds(core: EngineCore, num_requests: int, context: int, num_steps:
     step, length = StepWork(), context + _MARGIN + num_steps // 2
     for _ in range(num_requests):
         step.add(1, length, decode=True, yields_token=True)
-    card = CostCard(ModelCost.of(core.model_config, core.executor.model.dtype), num_requests, [step])
+    card = CostCard(
+        ModelCost.of(core.model_config, core.executor.model.dtype, core.config.quantization), num_requests, [step]
+    )
     return card.step_seconds(step, bandwidth)
 
 

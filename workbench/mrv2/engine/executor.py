@@ -80,6 +80,7 @@ class UniProcExecutor:
                 load_format="dummy" if found.folder is None else config.load_format,
                 seed=config.seed,
                 max_model_len=config.max_model_len,
+                quantization=config.quantization,
             )
             self.drafters = load_drafters(config, self.model, found.folder)
         if config.draft_probabilities and config.max_num_spec_tokens:
