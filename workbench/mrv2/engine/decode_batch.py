@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mrv2.engine.grammar.backend import GrammarMatcher
 from mrv2.engine.messages import EngineOutput
 from mrv2.engine.request import Request
 
@@ -68,6 +69,8 @@ class DecodeBatch:
     stop_ids: list[int] = field(init=False)
     # requests by the step after which their blocks are full, modulo the block size
     _full_after: list[list[Request]] = field(init=False)
+    # some member follows a grammar
+    has_grammar: bool = field(init=False)
     # steps launched, and the number of the last one that may be
     num_launched: int = 1
     last: int = field(init=False)
@@ -83,6 +86,7 @@ class DecodeBatch:
         self.zeros = np.zeros(len(requests), dtype=np.int32)
         self.yields = np.ones(len(requests), dtype=np.bool_)
         self.stop_ids = sorted(set().union(*{request.stop_ids for request in requests}))
+        self.has_grammar = any(request.grammar is not None for request in requests)
         self._full_after = [[] for _ in range(self.block_size)]
         for request in requests:
             self._full_after[-request.num_computed % self.block_size].append(request)
@@ -100,7 +104,6 @@ class DecodeBatch:
             # the first token of a request brings more than itself
             and entry.request.num_outputs + entry.request.num_in_flight > 1
             and entry.request.is_plain
-            and entry.request.grammar is None
             for entry in entries
         )
 
@@ -133,7 +136,14 @@ class DecodeBatch:
         return rows.union(self._ending) if index == self.last else rows
 
     def settle(self, step: int, tokens: list[int], watched: set[int]) -> list[EngineOutput | None]:
-        """Take the tokens of a step, one a row, of all rows that are not `watched`; None where one is."""
+        """Take the tokens of a step, one a row, of all rows that are not `watched`; None where one is.
+
+        Rows whose grammar does not go on behind their token join `watched`.
+        """
+        if self.has_grammar:
+            for row, (request, token) in enumerate(zip(self.requests, tokens, strict=True)):
+                if request.grammar is not None and row not in watched and not _goes_on(request.grammar, token):
+                    watched.add(row)
         results: list[EngineOutput | None] = []
         for row, (request, req_id, token) in enumerate(zip(self.requests, self.req_ids, tokens, strict=True)):
             if watched and row in watched:
@@ -145,3 +155,13 @@ class DecodeBatch:
             request.num_known += 1
             results.append(EngineOutput(req_id=req_id, new_token_ids=[token], step=step))
         return results
+
+
+def _goes_on(grammar: GrammarMatcher, token: int) -> bool:
+    """Advance over `token`; return False, and stay, if that is illegal or the end."""
+    if not grammar.accept(token):
+        return False
+    if grammar.terminated:
+        grammar.rollback(1)
+        return False
+    return True

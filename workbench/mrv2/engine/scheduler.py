@@ -114,6 +114,7 @@ class Scheduler:
             new_block_ids=self.kv.add_block(growing),
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=len(batch.requests),
+            has_grammar=batch.has_grammar,
         )
         self.rows_to_free.clear()
         self.in_flight.append(StepRecord(self.step, batch.entries, batch, batch.num_launched - 1))
