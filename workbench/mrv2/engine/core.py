@@ -266,7 +266,7 @@ class EngineCore:
         if not rows:
             return None
         # a mask follows from every token before it; one in flight is this step's own
-        while any(request.num_in_flight > 1 and not request.finished for _, request in rows):
+        while self._await_tokens(rows):
             self._settle_oldest()
         set_step(scheduled.step)
         alive = [(row, request) for row, request in rows if not request.finished]
@@ -282,6 +282,11 @@ class EngineCore:
         batch_rows = np.repeat(np.array([row for row, _ in alive], dtype=np.int32), [1 + n for n in counts])
         places = np.concatenate([np.arange(1 + n, dtype=np.int32) for n in counts])
         return GrammarMask(batch_rows, places, bits)
+
+    def _await_tokens(self, rows: list[tuple[int, Request]]) -> bool:
+        """Say whether `rows` of the newest step follow tokens that are still in flight."""
+        self.scheduler.bring_up_to_date([row for row, _ in rows])
+        return any(request.num_in_flight > 1 and not request.finished for _, request in rows)
 
     def _wait_for_grammar(self) -> None:
         """Nothing can run: a grammar is being compiled, or the engine is stuck."""
