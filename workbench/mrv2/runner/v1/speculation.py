@@ -6,7 +6,8 @@
 Sync mode waits twice a step: for the tokens, whose number says what was rejected, before it can prepare the drafter's
 inputs; and for the drafts, before it can schedule them.  N-gram drafts come from the host's lists and need no second
 wait.  Async mode (draft heads only) keeps tokens and drafts on the device, in the target's shape, and waits for the
-accepted tokens of a step after the forward pass of the next one was launched.
+accepted tokens of a step after the forward pass of the next one was launched; a request that sits a step out loses
+its drafts.
 """
 
 from __future__ import annotations
