@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrv2.config import EngineConfig, Knobs
+from mrv2.config import V1_VERIFICATIONS, EngineConfig, Knobs
 from mrv2.device import Device
 from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.executor import UniProcExecutor
@@ -395,7 +395,8 @@ class EngineCore:
     def _serve_draft_dummies(self, prompt: list[int]) -> None:
         """Verify drafts in each way, of a request that is truncated and of one that is not."""
         knobs = self.knobs
-        for verification in ("token_exact", "standard", "block"):
+        ways = ("token_exact", "standard", "block")
+        for verification in ways if knobs.runner == "v2" else [way for way in ways if way in V1_VERIFICATIONS]:
             # greedy drafts: what the engine keeps no memory for is not asked of it
             changes = {"verification": verification, "draft_sampling": "greedy", "cuda_graphs": "off"}
             self.executor.set_knobs(knobs.with_changes(**changes))
