@@ -77,6 +77,13 @@ def test_a_commit_is_a_post_update_that_touches_no_padding(twin, num_reqs: int, 
     assert torch.equal(outputs, expected)
 
 
+def ragged(num_reqs: int, padded: int, most: int, seed: int) -> torch.Tensor:
+    """Starts of requests of 1 to `most` tokens, constant over padding. [padded + 1]"""
+    lengths = torch.zeros(padded, dtype=torch.int32)
+    lengths[:num_reqs] = torch.randint(1, most + 1, (num_reqs,), generator=torch.Generator().manual_seed(seed)).int()
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
+
+
 @pytest.mark.parametrize("twin", [commit_verified.torch, commit_verified.triton])
 @pytest.mark.parametrize(("num_reqs", "padded"), [(0, 1), (1, 1), (3, 4), (33, 40)])
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 8])
@@ -87,9 +94,11 @@ def test_a_verified_commit_is_a_post_update_that_touches_no_padding(
     width = 1 + num_drafts
     rows = torch.randperm(ROWS, generator=generator)[:num_reqs].to(torch.int32)
     mapping = torch.cat((rows, rows.new_full((padded - num_reqs,), int(rows[0]) if num_reqs else 0)))
+    starts = ragged(num_reqs, padded, width, seed=num_drafts)
+    lengths = starts.diff().clamp(min=1)
     sampled = torch.randint(-1, 500, (padded, width), generator=generator)
-    num_sampled = torch.randint(1, width + 1, (padded,), generator=generator, dtype=torch.int32)
-    num_rejected = width - num_sampled
+    num_sampled = 1 + (torch.rand(padded, generator=generator) * lengths).int()
+    num_rejected = lengths - num_sampled
     got, want = request_state(num_reqs), request_state(num_reqs)
     post_update.torch(
         want["computed"],
@@ -97,7 +106,7 @@ def test_a_verified_commit_is_a_post_update_that_touches_no_padding(
         want["last"],
         want["tokens"],
         rows,
-        width * torch.arange(num_reqs + 1, dtype=torch.int32),
+        starts,
         sampled[:num_reqs],
         num_sampled[:num_reqs],
         num_rejected[:num_reqs],
@@ -112,7 +121,7 @@ def test_a_verified_commit_is_a_post_update_that_touches_no_padding(
         got["last"],
         got["tokens"],
         mapping,
-        word(num_reqs),
+        starts,
         sampled,
         num_sampled,
         num_rejected,
@@ -127,7 +136,7 @@ def test_a_verified_commit_is_a_post_update_that_touches_no_padding(
 
 @pytest.mark.parametrize("twin", [prepare_verification_inputs.torch, prepare_verification_inputs.triton])
 @pytest.mark.parametrize(("num_reqs", "padded"), [(0, 2), (1, 1), (3, 4), (33, 40)])
-@pytest.mark.parametrize("num_drafts", [0, 1, 3, 8])
+@pytest.mark.parametrize("num_drafts", [1, 3, 8])
 def test_one_launch_prepares_what_five_kernels_do(twin, num_drafts: int, num_reqs: int, padded: int) -> None:
     generator = torch.Generator().manual_seed(100 * num_drafts + num_reqs)
     width, block_size, columns = 1 + num_drafts, 4, 6
@@ -135,36 +144,30 @@ def test_one_launch_prepares_what_five_kernels_do(twin, num_drafts: int, num_req
     def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
 
+    def empty(size: int) -> torch.Tensor:
+        return torch.full((size,), UNTOUCHED, dtype=torch.int32)
+
     rows = torch.randperm(ROWS, generator=generator)[:num_reqs].to(torch.int32)
     mapping = torch.cat((rows, rows.new_zeros(padded - num_reqs)))
     # some drafts reach behind the table
     computed, tables = numbers(0, block_size * columns, ROWS), numbers(1, 99, ROWS, columns)
     num_blocks = numbers(0, columns + 1, ROWS)
-    last, drafts = numbers(0, 500, ROWS).long(), numbers(-1, 500, ROWS, 8).long()
-
-    def empty(size: int) -> torch.Tensor:
-        return torch.full((size,), UNTOUCHED, dtype=torch.int32)
-
+    last, drafts = numbers(0, 500, ROWS).long(), numbers(-1, 500, ROWS, num_drafts).long()
+    starts = ragged(num_reqs, padded, width, seed=num_drafts)
     names = ("input_ids", "positions", "seq_lens", "slots", "tables", "logit_slots", "local_positions", "live_rows")
-    tokens, want = padded * width, {name: torch.zeros(0, dtype=torch.int32) for name in names}
+    tokens, real = padded * width, int(starts[-1])
     sizes = (tokens, tokens, padded, tokens, padded * columns, tokens, tokens, padded)
     got = {name: empty(size) for name, size in zip(names, sizes, strict=True)}
     got["tables"] = got["tables"].view(padded, columns)
-    state = (mapping, computed, last, drafts, tables, num_blocks, word(num_reqs))
-    twin(*got.values(), *state, block_size=block_size)
+    twin(*got.values(), mapping, starts, computed, last, drafts, tables, num_blocks, block_size=block_size)
 
-    starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs) * width
-    want |= {name: torch.zeros_like(got[name]) for name in names}
+    want = {name: torch.zeros_like(got[name]) for name in names}
     want["slots"].fill_(-1)
     want["live_rows"].fill_(-1)
     want["live_rows"][:num_reqs] = rows
-    want["local_positions"].copy_(torch.arange(width).repeat(padded))
-    real = num_reqs * width
     if num_reqs:
         gather_block_tables.torch(want["tables"], tables, num_blocks, rows)
-        prepare_pos_seq_lens.torch(
-            want["positions"], want["seq_lens"], rows, starts, computed, max_query_len=width
-        )
+        prepare_pos_seq_lens.torch(want["positions"], want["seq_lens"], rows, starts, computed, max_query_len=width)
         combine_sampled_and_draft_tokens.torch(
             want["input_ids"],
             empty(real),

@@ -3,7 +3,7 @@
 For a history t_0 .. t_{T-1} and an end position e <= T - 1, let n(e) be the length of the longest common
 suffix of t_0 .. t_{e-1} and t_0 .. t_{T-1}, at most max_n.  Among the e with n(e) >= min_n the one of
 largest n(e) is chosen, the right-most of equals; the drafts are t_e, t_{e+1}, .. up to the end of the
-history, then -1 (no draft).  A negative entry of `idx_mapping` is padding.  Two launches: every block of end positions finds its best score
+history, then -1 (no draft).  Two launches: every block of end positions finds its best score
 
     score(e) = n(e) * (L + 1) + (e - n(e)) + 1          (0 = no match; L the history's width)
 
