@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mrv2_kernels.gemm import LinearWorkspace, gemv, linear, picks_for, picks_of, workspace_for
+from mrv2_kernels.gemm import LinearWorkspace, fused_linear, linear, picks_for, picks_of, workspace_for
 from mrv2_kernels.layers import rms_norm, silu_and_mul
 from mrv2_models.parallel import Shard, all_gather_last, all_reduce
 
@@ -94,7 +94,8 @@ class Linear(nn.Module):
         if norm is not None or gated or residual is not None:
             assert self.fuses(x.shape[0]), f"a product of {tuple(x.shape)} and {tuple(self.weight.shape)} stands alone"
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return gemv(x, self.weight, pick.fused, norm=norm_weight, eps=eps, gated=gated, residual=residual)
+            assert pick.fused is not None
+            return fused_linear(x, self.weight, pick.fused, norm=norm_weight, eps=eps, gated=gated, residual=residual)
         if self.bias is not None and (self.split == "column" or self.shard.world_size == 1):
             return F.linear(x, self.weight, self.bias)
         out = linear(x, self.weight, pick.plan, self.workspace)

@@ -1,7 +1,6 @@
 """Matrix products of few rows, which are bound by reading their weights."""
 
-from mrv2_kernels.gemm.gemv import gemv
-from mrv2_kernels.gemm.linear import linear, why_not, workspace_for
+from mrv2_kernels.gemm.linear import fused_linear, linear, why_not, workspace_for
 from mrv2_kernels.gemm.picks import ProductPicks, picks_for, picks_of
 from mrv2_kernels.gemm.plan import LIBRARY, VARIANTS, LinearPlan, LinearWorkspace
 
@@ -11,7 +10,7 @@ __all__ = [
     "LinearPlan",
     "LinearWorkspace",
     "ProductPicks",
-    "gemv",
+    "fused_linear",
     "linear",
     "picks_for",
     "picks_of",

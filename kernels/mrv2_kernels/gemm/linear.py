@@ -1,4 +1,4 @@
-"""One product of few rows, computed as a plan says:  out = x @ weight.T."""
+"""One product of few rows, computed as a plan says: bare, ``out = x @ weight.T``, or with what surrounds it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import cdiv
-from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_triton
+from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_torch, gemv_triton
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan, LinearWorkspace
 from mrv2_kernels.gemm.resident import resident_linear, why_not_resident
 from mrv2_kernels.gemm.streamed import streamed_linear, why_not_streamed
@@ -65,6 +65,37 @@ def linear_torch(
 
 
 linear = dispatch(linear_triton, linear_torch)
+
+
+def fused_linear_triton(
+    # [M, K], row stride free
+    x: torch.Tensor,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    # [K]
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    # [M, N], row stride free; may be `out`
+    residual: torch.Tensor | None = None,
+    # [M, N]
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the product [M, N] with what surrounds it in a layer (`gemm.gemv` says what).
+
+    Raises `ValueError` for a plan that cannot take that in, or that does not suit the shape.
+    """
+    around = {"norm": norm, "eps": eps, "gated": gated, "residual": residual}
+    if plan.variant == "gemv":
+        return gemv_triton(x, weight, plan, out=out, **around)
+    if plan.variant == "resident":
+        return resident_linear(x, weight, plan, out=out, **around)
+    raise ValueError(f"{plan.label} computes bare products only")
+
+
+fused_linear = dispatch(fused_linear_triton, gemv_torch)
 
 
 def workspace_for(
