@@ -204,7 +204,7 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
             "async_scheduling": bool(rng.integers(2)),
             "queue_depth": int(rng.integers(1, 5)),
             "cuda_graphs": ("off", "model", "step")[int(rng.integers(3))],
-            "adaptive_drafts": bool(rng.integers(2)),
+            "adaptive_drafts": not rng.integers(4),
         }
     runner = ("v1", "v2")[int(rng.integers(2))]
     depth = int(rng.integers(1, 5 if runner == "v2" else 3))

@@ -60,7 +60,7 @@ def test_every_drafter_replays_whole_steps(drafter: str) -> None:
     """The product would prove little about graphs if its steps with drafts fell back to stages."""
     seeds = seeds_with(drafter=drafter, cuda_graphs="step", runner="v2", switches=False)
     cases = [case for case in map(draw_case, seeds) if drafter == "none" or case.axes["num_drafts"]]
-    assert sum(map(run_case, cases[:4])) > 20
+    assert sum(map(run_case, cases[:4])) > 8
 
 
 def test_tight_pools_do_preempt() -> None:

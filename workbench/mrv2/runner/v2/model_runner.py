@@ -7,8 +7,8 @@ to model goes behind `ModelState`, what belongs to one sampling feature behind i
     main   |   [upload][staged writes][prepare][forward][logits][sample][verify]|[post-update][draft] ...
     copy   |                                                                    [output copy n]
 
-With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.  A decode batch
-that `StepGraphs` covers takes one replay for all of it, in `execute_model`.
+With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.  A batch of
+decodes or verifications that `StepGraphs` covers takes one replay for all of it, in `execute_model`.
 
 The host hands over ids and counts; it never reads a number that this step or the one before it
 computed on the device.
