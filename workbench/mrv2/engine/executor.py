@@ -267,11 +267,11 @@ class UniProcExecutor:
         num_copies = 3 + 2 * bool(self.processors)
         num_logits = min(rows * (1 + config.max_num_spec_tokens), self.buffers.input_ids.shape[0])
         logits = num_logits * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
+        # a drafter's logits, beside what the target's left
+        logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 12) for d in self.drafters), default=0)
         if self.model_state.step_graphs:
             # the graphs' pool holds them once more
             logits *= 2
-        # a drafter's pass over the step beside what the target's left, and its logits
-        logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 12) for d in self.drafters), default=0)
         # the logits of one pass over prompt tokens
         logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")
