@@ -13,7 +13,10 @@ import pytest
 from lab.benches import OPTIONS, make_bench, until
 from mrv2.errors import ConfigError, EngineDeadError, RequestError
 from mrv2.lab import Load, Workbench, open_session
+from mrv2.lab.metrics import METRICS
+from mrv2.lab.report import report_html, thinned
 from mrv2.lab.sampling_view import sample_position
+from mrv2.lab.session import capture
 from mrv2.llm import LLM
 from mrv2.sampling_params import SamplingParams
 
@@ -227,9 +230,34 @@ def test_a_report_needs_nothing_else(bench: Workbench, tmp_path: Path) -> None:
     text = bench.report(tmp_path / "report.html").read_text(encoding="utf-8")
     assert "tiny-llama" in text and "mrv2-timeline" in text
     assert 'src="http' not in text and "src='http" not in text
-    assert len(text) < 6e6
     with pytest.raises(ConfigError, match=r"\.html"):
         bench.report(tmp_path / "report.pdf")
+
+
+def test_a_report_of_a_long_session_fits_into_two_megabytes(bench: Workbench) -> None:
+    pytest.importorskip("plotly")
+    bench.start()
+    bench.record(steps=3)
+    bench.wait(requests=2)
+    session = capture(bench)
+    session.trace = bench.record(steps=32)
+    rng = random.Random(0)
+    # as many points, requests and changes as a workbench keeps
+    points = [[i / 2 + rng.random(), 1e3 * rng.random()] for i in range(1200)]
+    session.metrics["series"] = {metric.key: points for metric in METRICS}
+    session.metrics["marks"] = [{"t": 3.0 * i, "step": i, "label": "queue_depth=2"} for i in range(200)]
+    session.about["changes"] = session.about["changes"][:1] * 200
+    session.requests = [{**session.requests[0], "text": "word " * 400}] * 200
+    assert len(report_html(session).encode()) <= 2_000_000
+
+
+def test_a_thinned_line_keeps_what_stands_out() -> None:
+    points = [[float(i), 1.0] for i in range(1000)]
+    points[123][1], points[777][1] = 9.0, -9.0
+    kept = thinned(points, 100)
+    assert len(kept) <= 100 and kept == sorted(kept)
+    assert [123.0, 9.0] in kept and [777.0, -9.0] in kept
+    assert thinned(points[:100], 100) == points[:100]
 
 
 def test_the_card_stands_in_where_there_is_no_front_end(bench: Workbench) -> None:

@@ -70,6 +70,7 @@ class Driver:
         *,
         eos_token_ids: tuple[int, ...] = (),
         window_steps: int = 16,
+        paused: bool = False,
     ) -> None:
         self.client, self.tokenizer, self.errors = client, tokenizer, errors
         self.intents = IntentLog()
@@ -77,7 +78,7 @@ class Driver:
         self.book = RequestBook(tokenizer)
         self.windows = WindowRecorder(client, self._on_window, errors.add, steps=window_steps)
         self.window: Window | None = None
-        self.paused = False
+        self.paused = paused
         # an experiment drives the load itself
         self.busy_with = ""
         self._eos = eos_token_ids
