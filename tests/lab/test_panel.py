@@ -7,6 +7,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from lab.benches import make_bench, until
 from mrv2.config import Knobs
+from mrv2.engine.messages import CaptureProgress
 from mrv2.lab import Load, Workbench, open_session
 from mrv2.lab.panel import Panel
 
@@ -71,6 +73,34 @@ def test_a_choice_becomes_an_intent_that_is_pending_and_then_applied(panel: Pane
     assert shown["intents"]["async_scheduling"]["step"] == bench.snapshot().knobs_since
     assert shown["preset"] == "V2 sync"
     until(lambda: any("async_scheduling=off" in m["label"] for m in panel.widget.metrics["marks"]))
+
+
+def test_the_capture_of_graphs_is_shown_and_what_the_change_took(panel: Panel) -> None:
+    bench = panel.workbench
+    bench.wait(tokens=5)
+    driver, snapshot = bench.driver, bench.snapshot()
+    halfway = replace(
+        snapshot, capture=CaptureProgress(num_captured=3, num_graphs=8, upcoming="whole step, 4 requests")
+    )
+
+    def show() -> None:
+        # the driver rests meanwhile: this is the last that it saw
+        driver.view = replace(driver.view, snapshot=halfway)
+        seen.wait(20)
+
+    seen = threading.Event()
+    driver.call(show)
+    until(lambda: panel.widget.status["capture"])
+    assert panel.widget.status["capture"] == {"num_captured": 3, "num_graphs": 8, "upcoming": "whole step, 4 requests"}
+    seen.set()
+    until(lambda: panel.widget.status["capture"] is None)
+    choose(panel, "cuda_graphs", "step")
+    shown = until(
+        lambda: (found := panel.widget.knobs["intents"].get("cuda_graphs", {})).get("capture_ms") is not None and found
+    )
+    assert shown["state"] == "applied" and shown["recomputed"] == 0
+    intent = next(i for i in bench.intents if i.number == shown["number"])
+    assert intent.change is not None and shown["graphs"] == intent.change.num_graphs
 
 
 def test_a_refusal_is_shown_with_its_reason_beside_the_knob(panel: Panel) -> None:

@@ -15,6 +15,8 @@ from mrv2.errors import ConfigError
 
 QUICKSTART = Path("notebooks/00_quickstart.ipynb")
 DEFAULT_MODEL = "smollm2-135m-instruct"
+# Jupytext's extension is for JupyterLab: on a page without its document manager it only logs an error
+APP_OPTIONS = ["--VoilaConfiguration.extension_denylist=jupyterlab-jupytext"]
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -63,6 +65,8 @@ def lab_command(args: argparse.Namespace) -> list[str]:
         command.append("--no-browser")
     if args.port is not None:
         command.append(f"--port={args.port}")
-    if not args.app and hasattr(os, "geteuid") and os.geteuid() == 0:
+    if args.app:
+        command += APP_OPTIONS
+    elif hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     return command
