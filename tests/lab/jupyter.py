@@ -153,8 +153,17 @@ class LabPage:
             ".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=timeout, state="attached"
         )
 
+    def save(self) -> None:
+        """Save the notebook; returns when the server has it."""
+        self.command("docmanager:save")
+        self.wait("() => !window.jupyterapp.shell.currentWidget.context.model.dirty")
+
+    def frame(self) -> None:
+        """Wait until the page has drawn what happened so far."""
+        self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
     def command(self, name: str, **arguments: Any) -> None:
-        """Run a command of JupyterLab."""
+        """Run a command of JupyterLab and wait for its end."""
         self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments])
 
     def run_cells(self, count: int) -> str:
