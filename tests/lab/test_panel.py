@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -248,6 +249,31 @@ def test_only_the_painter_writes_the_widget(panel: Panel) -> None:
     panel.workbench.wait(tokens=30, seconds=1.0)
     until(lambda: writers)
     assert writers == {"lab-painter"}
+
+
+@pytest.mark.serial
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_engines_in_child_processes_leave_neither_process_nor_open_file() -> None:
+    def children() -> set[str]:
+        found = (Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")).read_text().split()
+        # the one that looks after the semaphores of all stays until the end
+        return {pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    make_bench(name="children", engine="process").close()
+    before, files, threads = children(), open_files(), threading.active_count()
+    for _ in range(10):
+        with make_bench(name="children", engine="process", load=Load(users=2, max_tokens=8), start=True) as bench:
+            bench.panel  # noqa: B018  # it opens
+            bench.wait(requests=1)
+            assert len(children() - before) == 1
+    del bench
+    until(lambda: children() <= before)
+    until(lambda: threading.active_count() <= threads)
+    until(lambda: gc.collect() >= 0 and open_files() <= files)
 
 
 @pytest.mark.serial
