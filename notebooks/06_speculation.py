@@ -447,13 +447,15 @@ shown
 from mrv2 import LLM
 
 TARGET = pick("smollm2-135m-instruct", "tiny-llama")
-texts = pick(["Explain what a KV cache is.", "Write a haiku about rain."], [[5, 6, 7, 8], [9, 8, 7]])
+questions = ["Explain what a KV cache is.", "Write a Python function that reverses a string."]
+texts = pick([[{"role": "user", "content": question}] for question in questions], [[5, 6, 7, 8], [9, 8, 7]])
 said = {}
 with LLM(TARGET, max_model_len=256, max_num_seqs=4, max_num_spec_tokens=3, speculators=["eagle3", "mtp"]) as llm:
     for method in ("off", "ngram", "eagle3", "mtp"):
         llm.set(spec_method=method)
-        chosen = SamplingParams(temperature=0.0, max_tokens=pick(64, 16))
-        answers = llm.generate(texts, chosen, use_tqdm=False)
+        chosen = SamplingParams(temperature=0.0, max_tokens=pick(48, 16))
+        ask = llm.chat if TARGET == "smollm2-135m-instruct" else llm.generate
+        answers = ask(texts, chosen, use_tqdm=False)
         said[method] = [list(answer.outputs[0].token_ids) for answer in answers]
         counts = [answer.metrics.drafts for answer in answers]
         kept = sum(sum(each.num_accepted) for each in counts)

@@ -66,6 +66,14 @@ def test_knobs_turned_while_requests_run_are_applied_and_seen(lab: LabPage) -> N
     values = lab.page.locator(".tile b").all_text_contents()
     assert sum(text != "\u2013" for text in values) >= 8, values
     assert lab.page.locator(".streams .token").count() > 20
+    # graphs that were missing are captured while requests go on, and the page says how many
+    choose(lab, "runner", "v2")
+    choose(lab, "cuda_graphs", "step")
+    lab.wait(CHIP, ["cuda_graphs", "graphs captured"])
+    assert lab.page.locator(f"{PANEL} .capture progress").get_attribute("aria-label") == "graphs captured"
+    lab.wait(f"() => document.querySelector('{PANEL} .capture').hidden")
+    choose(lab, "runner", "v1")
+    lab.wait(CHIP, ["runner", "applied at step"])
     # V1 four steps ahead: the page says why not, before anybody asks
     refused = lab.page.locator("[data-knob=queue_depth] option").nth(3)
     assert refused.is_disabled()
