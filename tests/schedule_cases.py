@@ -304,7 +304,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> int:
                 if request.aborted_at == turn:
                     core.abort([name])
             if axes["switches"] and rng.random() < 0.15:
-                core.set_knobs(**random_switch(rng, axes))
+                core.set_knobs(capture="between_steps" if rng.random() < 0.5 else "now", **random_switch(rng, axes))
             collector.step()
             turn += 1
             assert turn < 3000, f"not done after {turn} turns: {core.snapshot()}"

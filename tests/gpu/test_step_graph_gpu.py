@@ -10,6 +10,7 @@ import torch
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.core import EngineCore
+from mrv2.engine.messages import CaptureTime
 from mrv2.instrument import sync_allowed, sync_guard
 from mrv2.sampling_params import SamplingParams
 from schedule_cases import MAX_TOKENS, draw_case, run_case
@@ -90,10 +91,13 @@ def test_three_hundred_steps_wait_for_outputs_only(depth: int) -> None:
     core.shutdown()
 
 
-def test_late_captures_leave_running_requests_alone() -> None:
+@pytest.mark.parametrize("capture", ["now", "between_steps"])
+def test_late_captures_leave_running_requests_alone(capture: CaptureTime) -> None:
     prompts = [random_prompt(200 + i, 20 + i) for i in range(4)]
     want = [alone(tuple(p), 1.0, 5, MAX_TOKENS, options=tuple(GPU.items())) for p in prompts]
     core = make_core(knobs=Knobs(cuda_graphs="off"), **GPU)
+    # one graph in each pause between two steps
+    core.executor.graphs.pause_s = 0.0
     collector = Collector(core)
     for i, prompt in enumerate(prompts):
         params = SamplingParams(temperature=1.0, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -107,9 +111,10 @@ def test_late_captures_leave_running_requests_alone() -> None:
     ):
         collector.step()
         collector.step()
-        core.set_knobs(**changes)
+        core.set_knobs(capture=capture, **changes)
     served = collector.run()
-    assert core.executor.runner.stats.num_step_replays > 5
+    assert core.snapshot().capture is None and not core.executor.graphs.num_missing(core.knobs)
+    assert core.executor.runner.stats.num_step_replays > (5 if capture == "now" else -1)
     core.shutdown()
     assert [served[f"r{i}"].token_ids for i in range(4)] == want
 

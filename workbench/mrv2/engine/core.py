@@ -36,7 +36,7 @@ from mrv2.engine.grammar.backend import AnyTokenMatcher
 from mrv2.engine.grammar.masks import fill_masks
 from mrv2.engine.grammar.queue import GrammarQueue
 from mrv2.engine.kv_cache_manager import KVCacheManager
-from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot, KnobChange
 from mrv2.engine.request import Request
 from mrv2.engine.row_sampling import row_sampling
 from mrv2.engine.scheduler import Scheduler
@@ -63,7 +63,7 @@ class EngineCore:
         self.model_config = self.executor.model_config
         self.max_model_len = self.executor.max_model_len
         self.knobs = config.knobs
-        self._knobs_since = 0
+        self._change = KnobChange()
         self.kv = KVCacheManager(
             self.executor.num_kv_blocks,
             config.block_size,
@@ -93,7 +93,7 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """True while `step` has something to do or to return."""
-        return bool(self._ready or self._in_flight or self.scheduler.has_unfinished)
+        return bool(self._ready or self._in_flight or self.scheduler.has_unfinished or self.executor.graphs.is_pending)
 
     @property
     def steps_in_flight(self) -> int:
@@ -143,6 +143,10 @@ class EngineCore:
         if self.grammars:
             for request, reason in self.grammars.take_compiled():
                 self._ready.append(self.scheduler.fail(request, reason))
+        if self.executor.graphs.is_due(self.scheduler.has_unfinished):
+            self.drain()
+            with stage(stages.CAPTURE_GRAPHS):
+                self.executor.graphs.in_a_pause(self.knobs)
         if self.knobs.async_scheduling:
             self._overlapped_step()
         else:
@@ -152,23 +156,32 @@ class EngineCore:
         outputs, self._ready = self._ready, []
         return outputs
 
-    def set_knobs(self, **changes: Any) -> Knobs:
+    def set_knobs(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:
         """Change live switches at a step boundary: steps in flight drain, running requests go on.
 
+        Graphs that are missing are captured now, or between the steps to come.
         Raises `ConfigError` for an unknown knob or an illegal value; then nothing has changed.
         """
         knobs = self.knobs.with_changes(**changes)
         self.config.check_knobs(knobs)
+        change = KnobChange(step=self.scheduler.step, num_drained=len(self._in_flight))
         self.drain()
+        num_preemptions = self.scheduler.stats.num_preemptions
         self.executor.set_knobs(knobs)
+        change.num_graphs = self.executor.graphs.num_missing(knobs)
+        if capture == "now":
+            self.executor.capture_graphs()
+        else:
+            self.executor.graphs.postpone(knobs)
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
         rules = [(k.spec_method, k.verification, k.draft_sampling) for k in (self.knobs, knobs)]
         if rules[0] != rules[1]:
             self.scheduler.forget_drafts()
         self.knobs = knobs
-        self._knobs_since = self.scheduler.step
-        self._tell_scheduler()
+        change.num_caught_up = self._tell_scheduler()
+        change.num_recomputed = self.scheduler.stats.num_preemptions - num_preemptions
+        self._change = change
         return knobs
 
     @torch.no_grad()
@@ -196,7 +209,8 @@ class EngineCore:
             num_grammar_compiling=len(self.grammars),
             waits=dict(self.device.waits),
             knobs=self.knobs.as_dict(),
-            knobs_since=self._knobs_since,
+            change=self._change,
+            capture=self.executor.graphs.progress(self.knobs),
             num_drafted=list(scheduler.stats.num_drafted),
             num_accepted=list(scheduler.stats.num_accepted),
             requests={r.req_id: (r.num_computed, r.num_known) for r in scheduler.running},
@@ -208,15 +222,18 @@ class EngineCore:
         self.grammars.close()
         self.executor.shutdown()
 
-    def _tell_scheduler(self) -> None:
-        """Tell the scheduler who drafts, how much, and how far prompts may stretch a step of decodes."""
+    def _tell_scheduler(self) -> int:
+        """Tell the scheduler who drafts, how much, and how far prompts may stretch a step of decodes.
+
+        Returns how many running requests a draft model had to read first.
+        """
         knobs = self.knobs
         self.scheduler.leave_decodes()
         self.scheduler.prefill_chunk = knobs.prefill_chunk
         self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
         # what was learnt of one way of drafting says nothing of another
         self.scheduler.adaptive = AdaptiveDrafts(self.config.draft_cost) if knobs.adaptive_drafts else None
-        filling, extra = 0, 1
+        filling, extra, behind = 0, 1, []
         for bit, drafter in enumerate(self.executor.drafters):
             if drafter.method == knobs.spec_method:
                 filling, extra = 1 << bit, drafter.extra
@@ -229,6 +246,7 @@ class EngineCore:
         # a draft model reads the sampled token too, even if it drafts nothing: what has no block may hold NaN
         lookahead = max(knobs.num_spec_tokens, extra) if filling else 0
         self.scheduler.use_drafter(filling, lookahead=lookahead, reads_ahead=not extra)
+        return len(behind)
 
     def _normal_step(self) -> None:
         """Schedule, launch, wait, update."""
