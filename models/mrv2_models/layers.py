@@ -18,7 +18,7 @@ from mrv2_kernels.gemm import (
     FP8,
     LinearWorkspace,
     fp8_picks,
-    gemv,
+    fused_linear,
     linear,
     picks_for,
     picks_of,
@@ -123,10 +123,11 @@ class Linear(nn.Module):
         """Return the product; where it `fuses`, with a norm before it and gated activation or residual behind it."""
         pick = self.picks.at(x.shape[0])
         if norm is not None or gated or residual is not None:
-            assert self.fuses(x.shape[0]), f"a product of {tuple(x.shape)} and {tuple(self.weight.shape)} stands alone"
+            stands_alone = f"a product of {tuple(x.shape)} and {tuple(self.weight.shape)} stands alone"
+            assert pick.fused is not None and self.fuses(x.shape[0]), stands_alone
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             parts = {"norm": norm_weight, "eps": eps, "gated": gated, "residual": residual, "scale": self.scale}
-            return gemv(x, self.weight, pick.fused, **parts)
+            return fused_linear(x, self.weight, pick.fused, **parts)
         if self.bias is not None and self.scale is None and (self.split == "column" or self.shard.world_size == 1):
             return F.linear(x, self.weight, self.bias)
         out = linear(x, self.weight, pick.plan, self.workspace, scale=self.scale)
