@@ -1,4 +1,7 @@
-"""One product of few rows, computed as a plan says: bare, ``out = x @ weight.T``, or with what surrounds it."""
+"""One product of few rows, computed as a plan says: bare, ``out = x @ weight.T``, or with what surrounds it.
+
+Of 8-bit weights it is ``(x @ weight.T) * scale``.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def linear_triton(
     workspace: LinearWorkspace | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
-    # [N] float32: of 8-bit weights (`gemm.fp8`), with which the sums are multiplied
+    # [N] float32: of 8-bit weights
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ weight.T [M, N] in the dtype of x.
@@ -50,7 +53,7 @@ def linear_triton(
     if plan.variant == "streamed":
         return streamed_linear(x, weight, plan, workspace, out, scale)
     if plan.variant == "resident":
-        return resident_linear(x, weight, plan, workspace, out, scale=scale)
+        return resident_linear(x, weight, plan, workspace, out, scale)
     if scale is not None:
         # the library multiplies 16 bits by 16 bits: at many rows the weights' bytes are not what counts
         weight = dequantise_rows(weight, scale, x.dtype)
@@ -66,7 +69,7 @@ def linear_torch(
     workspace: LinearWorkspace | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
-    # [N] float32: of 8-bit weights (`gemm.fp8`), with which the sums are multiplied
+    # [N] float32: of 8-bit weights
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `linear_triton`, and the ``library`` plan; plan and workspace are not looked at."""
@@ -93,10 +96,10 @@ def fused_linear_triton(
     gated: bool = False,
     # [M, N], row stride free; may be `out`
     residual: torch.Tensor | None = None,
-    # [N] float32, [2 N] if gated: of 8-bit weights
-    scale: torch.Tensor | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
+    # [N] float32, [2 N] if gated: of 8-bit weights
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the product [M, N] with what surrounds it in a layer (`gemm.gemv` says what).
 
@@ -123,13 +126,13 @@ def fused_linear_torch(
     gated: bool = False,
     # [M, N]
     residual: torch.Tensor | None = None,
-    # [N] float32, [2 N] if gated: of 8-bit weights
-    scale: torch.Tensor | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
+    # [N] float32, [2 N] if gated: of 8-bit weights
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `fused_linear_triton`; the plan is not looked at."""
-    return gemv_torch(x, weight, plan, norm=norm, eps=eps, gated=gated, residual=residual, scale=scale, out=out)
+    return gemv_torch(x, weight, plan, norm=norm, eps=eps, gated=gated, residual=residual, out=out, scale=scale)
 
 
 fused_linear = dispatch(fused_linear_triton, fused_linear_torch)

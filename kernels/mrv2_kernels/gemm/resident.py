@@ -20,9 +20,10 @@ of gate and up in turns, so that a thread holds both of an output.
 
 Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): they wait as such and are converted in registers.
 
-Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 432 us at 8 rows (569
-without starting ahead; the library 631), 447 at 16, 642 at 32 and 998 at 64 (the library 656 and 673): x, which each
-program reads anew, outweighs what is gained.
+Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 421 us at 8 rows (562
+without starting ahead; the library 630), 433 at 16, 635 at 32 and 1,014 at 64 (the library 658 and 677): x, which each
+program reads anew, outweighs what is gained.  With kernels for norms, activation and additions between them 498 us at
+8 rows, 521 at 16, 708 at 32; taking those in 466, 470, 684, and 1,343 against 794 at 64, where the library stays.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ _SHARED_BYTES = 224 << 10
 def _resident_linear_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     out_ptr,
     partials_ptr,
     counters_ptr,
     norm_ptr,
     residual_ptr,
-    scale_ptr,
     num_rows,
     num_outputs,
     num_inputs,
@@ -61,13 +62,13 @@ def _resident_linear_kernel(
     HAS_NORM: gl.constexpr,
     GATED: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
-    HAS_SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     KW: gl.constexpr,
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     W: gl.constexpr = gl.num_warps()
@@ -134,13 +135,13 @@ def _resident_linear_kernel(
         ampere.async_copy.wait_group(STAGES - 1 if c + STAGES <= CHUNKS else CHUNKS - 1 - c)
         a = x_shared.index(c % STAGES).load(A)
         b = w_shared.index(c).permute((0, 2, 1)).load(B)
-        if HAS_SCALE:
-            b = b.to(x_ptr.dtype.element_ty)
         if HAS_NORM:
             wide = a.to(gl.float32)
             squares += wide * wide
             scale = gl.expand_dims(norm_shared.index(c).load(gl.SliceLayout(1, A)), 1)
             a = (wide * scale.to(gl.float32)).to(x_ptr.dtype.element_ty)
+        if HAS_SCALE:
+            b = b.to(x_ptr.dtype.element_ty)
         acc = ampere.mma_v2(a, b, acc)
         if c + STAGES < CHUNKS:
             mask = (i_m < num_rows) & (k + (c + STAGES) * W * KW < num_inputs)
@@ -149,14 +150,14 @@ def _resident_linear_kernel(
             )
             ampere.async_copy.commit_group()
     out = gl.convert_layout(gl.sum(acc, axis=0), OUT)
+    if HAS_SCALE:
+        s_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))[None, :]
+        s_o = tile * WIDTH + (s_n // 2 if GATED else s_n)
+        s_row = s_o + (s_n % 2) * num_outputs if GATED else s_o
+        out = out * gl.load(scale_ptr + s_row, mask=s_o < num_outputs, other=0.0)
     if HAS_NORM:
         mean = gl.sum(gl.sum(squares, axis=2), axis=0) / num_inputs
         out = out / gl.convert_layout(gl.sqrt(mean + EPS), gl.SliceLayout(1, OUT))[:, None]
-    if HAS_SCALE:
-        s_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))
-        s_o = tile * WIDTH + (s_n // 2 if GATED else s_n)
-        s_row = s_o + (s_n % 2) * num_outputs if GATED else s_o
-        out = out * gl.load(scale_ptr + s_row, mask=s_o < num_outputs, other=0.0)[None, :]
     if GATED:
         gate, up = gl.split(gl.reshape(out, [BLOCK_M, WIDTH, 2]))
         out = gl.convert_layout(gate / (1.0 + gl.exp(-gate)) * up, OUT)
@@ -216,6 +217,8 @@ def resident_linear(
     workspace: LinearWorkspace | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
+    # [N] float32: of 8-bit weights
+    scale: torch.Tensor | None = None,
     *,
     # [K]
     norm: torch.Tensor | None = None,
@@ -223,8 +226,6 @@ def resident_linear(
     gated: bool = False,
     # [M, N], row stride free; may be `out`
     residual: torch.Tensor | None = None,
-    # [N] float32, [2 N] if gated: of 8-bit weights
-    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the product [M, N] with what surrounds it; CUDA only.
 
@@ -252,12 +253,12 @@ def resident_linear(
     _resident_linear_kernel[(cdiv(num_outputs, width), plan.splits, cdiv(num_rows, plan.block_m))](
         x,
         weight,
+        x if scale is None else scale,
         out,
         out if workspace is None else workspace.partials,
         out if workspace is None else workspace.counters,
         x if norm is None else norm,
         x if residual is None else residual,
-        x if scale is None else scale,
         num_rows,
         num_outputs,
         num_inputs,
@@ -267,13 +268,13 @@ def resident_linear(
         HAS_NORM=norm is not None,
         GATED=gated,
         HAS_RESIDUAL=residual is not None,
-        HAS_SCALE=scale is not None,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         KW=KW,
         CHUNKS=chunks,
         STAGES=min(plan.stages, chunks),
         SPLITS=plan.splits,
+        HAS_SCALE=scale is not None,
         PDL=pdl,
         num_warps=plan.num_warps,
         launch_pdl=pdl,
@@ -282,9 +283,9 @@ def resident_linear(
 
 
 def aot_cases() -> list[AotCase]:
-    """Return representative signatures: whole inputs, split ones, products with what surrounds them, 8-bit weights."""
+    """Return representative signatures: whole inputs, split ones, with what surrounds them, and 8-bit weights."""
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "norm_ptr", "residual_ptr"), "*bf16")
-    others = {"partials_ptr": "*fp32", "counters_ptr": "*i32", "scale_ptr": "*fp32"}
+    others = {"scale_ptr": "*fp32", "partials_ptr": "*fp32", "counters_ptr": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride", "residual_stride"), "i32")
     constants: dict[str, object] = {"KW": KW, "EPS": 1e-6, "PDL": True}
     bare: dict[str, object] = dict.fromkeys(("HAS_NORM", "GATED", "HAS_RESIDUAL", "HAS_SCALE"), False)
@@ -295,7 +296,7 @@ def aot_cases() -> list[AotCase]:
         bare | whole | {"HAS_NORM": True, "GATED": True, "BLOCK_M": 32},
         bare | whole | {"HAS_RESIDUAL": True, "BLOCK_N": 8},
         bare | whole | {"HAS_SCALE": True, "BLOCK_N": 16},
-        bare | whole | {"HAS_SCALE": True, "HAS_NORM": True, "GATED": True, "BLOCK_M": 32},
+        bare | whole | {"HAS_SCALE": True, "HAS_NORM": True, "GATED": True},
     ]
     signature = pointers | others | sizes
     aligned = frozenset(signature) - {"num_rows"}
