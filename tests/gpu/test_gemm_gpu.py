@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrv2_kernels.gemm import LinearPlan, fused_linear, linear, why_not, workspace_for
+from mrv2_kernels.gemm import (
+    LIBRARY,
+    LinearPlan,
+    fp8_picks,
+    fused_linear,
+    linear,
+    quantise_rows,
+    why_not,
+    workspace_for,
+)
 from mrv2_kernels.gemm.gemv import gemv_torch
 
 pytestmark = pytest.mark.gpu
@@ -133,3 +142,36 @@ def test_fused_products_that_overlap_are_those_one_by_one(num_rows: int) -> None
         results.append(stream)
     assert torch.isfinite(results[0]).all() and not torch.equal(results[0], start)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_outputs, num_inputs", SHAPES)
+def test_product_with_eight_bit_weights(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+    """Each plan that the rule may choose, and the library behind a dequantisation; columns differ in size."""
+    torch.manual_seed(0)
+    rows = torch.logspace(-1, 1, num_outputs, device="cuda")[:, None]
+    weight, scale = quantise_rows(_random(num_outputs, num_inputs) / num_inputs**0.5 * rows)
+    full = (weight.to(torch.float64) * scale.double()[:, None]).T
+    for num_rows in (*ROWS, 128, 256, 300):
+        x = _random(2 * num_rows, num_inputs + 16).to(dtype)[::2, :num_inputs]
+        chosen = fp8_picks(x.device, dtype, num_outputs, num_inputs).at(num_rows).plan
+        for plan in {chosen, LIBRARY, *PLANS[1:]}:
+            if why_not(plan, num_rows, num_outputs, num_inputs, dtype) is None and plan.splits == 1:
+                out = torch.full((num_rows, num_outputs), float("nan"), dtype=dtype, device="cuda")
+                linear(x, weight, plan, None, out, scale)
+                error = ((out.double() - x.double() @ full).norm(dim=0) / (x.double() @ full).norm(dim=0)).max()
+                assert error <= 2e-2, f"{num_rows} rows, {plan.label}: relative error {error}"
+
+
+@pytest.mark.parametrize(
+    "plan", [LinearPlan("gemv", block_n=8), LinearPlan("resident", block_m=16, block_n=16)], ids=str
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_fused_products_with_eight_bit_weights(gated: bool, plan: LinearPlan) -> None:
+    torch.manual_seed(0)
+    weight, scale = quantise_rows(_random(2048, 1024) / 32)
+    x, norm = _random(3, 1024).bfloat16(), torch.rand(1024, device="cuda").bfloat16() + 0.5
+    residual = _random(3, 1024 if gated else 2048).bfloat16()
+    around = {"norm": norm, "eps": 1e-6, "gated": gated, "residual": residual, "scale": scale}
+    got = fused_linear(x, weight, plan, **around)
+    _assert_close(got, gemv_torch(x, weight, **around).double(), 1e-2)

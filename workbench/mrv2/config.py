@@ -213,6 +213,9 @@ class EngineConfig:
     # "auto" = cuda where there is one, else host
     device: Literal["auto", "cuda", "host"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    # "fp8" = the layers' products keep their weights as 8-bit floats with a scale for each output, quantised at load;
+    # activations, embeddings, head and KV cache stay in `dtype`
+    quantization: Literal["fp8"] | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -253,6 +256,9 @@ class EngineConfig:
     logits_processors: tuple = ()
     # most log-probabilities a position may ask for; -1 = the whole vocabulary
     max_logprobs: int = 20
+    # when kernels are compiled and CUDA graphs captured: "first_use" = before the first request what any request needs,
+    # the rest when a step asks for it; "all" = everything before the first request, for measurements
+    warm_up: Literal["first_use", "all"] = "first_use"
     # run Scheduler.check() after every step
     debug_checks: bool = False
     knobs: Knobs = field(default_factory=Knobs)
@@ -282,6 +288,10 @@ class EngineConfig:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be at least 0, or -1 (the whole vocabulary)")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
+        if self.quantization not in (None, "fp8"):
+            raise ConfigError(f"quantization={self.quantization!r} must be None or 'fp8'")
+        if self.warm_up not in ("first_use", "all"):
+            raise ConfigError(f"warm_up={self.warm_up!r} must be 'first_use' or 'all'")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32", "float64"):
             raise ConfigError(
                 f"dtype={self.dtype!r} must be one of 'auto', 'float16', 'bfloat16', 'float32', 'float64'"

@@ -18,9 +18,12 @@ The norm multiplies x by its weights on the way from shared memory to the tensor
 adds up its rows' squares meanwhile, and the product is divided by their root at the end.  A gated product keeps rows
 of gate and up in turns, so that a thread holds both of an output.
 
-Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 432 us at 8 rows (569
-without starting ahead; the library 631), 447 at 16, 642 at 32 and 998 at 64 (the library 656 and 673): x, which each
-program reads anew, outweighs what is gained.
+Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): they wait as such and are converted in registers.
+
+Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 421 us at 8 rows (562
+without starting ahead; the library 630), 433 at 16, 635 at 32 and 1,014 at 64 (the library 658 and 677): x, which each
+program reads anew, outweighs what is gained.  With kernels for norms, activation and additions between them 498 us at
+8 rows, 521 at 16, 708 at 32; taking those in 466, 470, 684, and 1,343 against 794 at 64, where the library stays.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ _SHARED_BYTES = 224 << 10
 def _resident_linear_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     out_ptr,
     partials_ptr,
     counters_ptr,
@@ -64,6 +68,7 @@ def _resident_linear_kernel(
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     W: gl.constexpr = gl.num_warps()
@@ -86,7 +91,7 @@ def _resident_linear_kernel(
     first_row = gl.program_id(2) * BLOCK_M
     # [chunk, warp, row, column]
     w_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [CHUNKS, W, BLOCK_N, KW], SHARED)
-    x_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [STAGES, W, BLOCK_M, KW], SHARED)
+    x_shared = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, W, BLOCK_M, KW], SHARED)
     i_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
     i_k = gl.arange(0, KW, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
     i_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
@@ -135,6 +140,8 @@ def _resident_linear_kernel(
             squares += wide * wide
             scale = gl.expand_dims(norm_shared.index(c).load(gl.SliceLayout(1, A)), 1)
             a = (wide * scale.to(gl.float32)).to(x_ptr.dtype.element_ty)
+        if HAS_SCALE:
+            b = b.to(x_ptr.dtype.element_ty)
         acc = ampere.mma_v2(a, b, acc)
         if c + STAGES < CHUNKS:
             mask = (i_m < num_rows) & (k + (c + STAGES) * W * KW < num_inputs)
@@ -143,6 +150,11 @@ def _resident_linear_kernel(
             )
             ampere.async_copy.commit_group()
     out = gl.convert_layout(gl.sum(acc, axis=0), OUT)
+    if HAS_SCALE:
+        s_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))[None, :]
+        s_o = tile * WIDTH + (s_n // 2 if GATED else s_n)
+        s_row = s_o + (s_n % 2) * num_outputs if GATED else s_o
+        out = out * gl.load(scale_ptr + s_row, mask=s_o < num_outputs, other=0.0)
     if HAS_NORM:
         mean = gl.sum(gl.sum(squares, axis=2), axis=0) / num_inputs
         out = out / gl.convert_layout(gl.sqrt(mean + EPS), gl.SliceLayout(1, OUT))[:, None]
@@ -205,6 +217,8 @@ def resident_linear(
     workspace: LinearWorkspace | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
+    # [N] float32: of 8-bit weights
+    scale: torch.Tensor | None = None,
     *,
     # [K]
     norm: torch.Tensor | None = None,
@@ -239,6 +253,7 @@ def resident_linear(
     _resident_linear_kernel[(cdiv(num_outputs, width), plan.splits, cdiv(num_rows, plan.block_m))](
         x,
         weight,
+        x if scale is None else scale,
         out,
         out if workspace is None else workspace.partials,
         out if workspace is None else workspace.counters,
@@ -259,6 +274,7 @@ def resident_linear(
         CHUNKS=chunks,
         STAGES=min(plan.stages, chunks),
         SPLITS=plan.splits,
+        HAS_SCALE=scale is not None,
         PDL=pdl,
         num_warps=plan.num_warps,
         launch_pdl=pdl,
@@ -267,19 +283,29 @@ def resident_linear(
 
 
 def aot_cases() -> list[AotCase]:
-    """Return representative signatures: whole inputs, split ones, and products with what surrounds them."""
+    """Return representative signatures: whole inputs, split ones, with what surrounds them, and 8-bit weights."""
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "norm_ptr", "residual_ptr"), "*bf16")
-    workspace = {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
+    others = {"scale_ptr": "*fp32", "partials_ptr": "*fp32", "counters_ptr": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride", "residual_stride"), "i32")
     constants: dict[str, object] = {"KW": KW, "EPS": 1e-6, "PDL": True}
-    bare: dict[str, object] = dict.fromkeys(("HAS_NORM", "GATED", "HAS_RESIDUAL"), False)
+    bare: dict[str, object] = dict.fromkeys(("HAS_NORM", "GATED", "HAS_RESIDUAL", "HAS_SCALE"), False)
     whole: dict[str, object] = {"BLOCK_M": 16, "BLOCK_N": 32, "CHUNKS": 4, "STAGES": 4, "SPLITS": 1}
     shapes: list[dict[str, object]] = [
         bare | whole,
         bare | {"BLOCK_M": 64, "BLOCK_N": 32, "CHUNKS": 3, "STAGES": 2, "SPLITS": 4},
         bare | whole | {"HAS_NORM": True, "GATED": True, "BLOCK_M": 32},
         bare | whole | {"HAS_RESIDUAL": True, "BLOCK_N": 8},
+        bare | whole | {"HAS_SCALE": True, "BLOCK_N": 16},
+        bare | whole | {"HAS_SCALE": True, "HAS_NORM": True, "GATED": True},
     ]
-    signature = pointers | workspace | sizes
+    signature = pointers | others | sizes
     aligned = frozenset(signature) - {"num_rows"}
-    return [AotCase(_resident_linear_kernel, signature, constants | shape, aligned=aligned) for shape in shapes]
+    return [
+        AotCase(
+            _resident_linear_kernel,
+            signature | ({"weight_ptr": "*fp8e4nv"} if shape["HAS_SCALE"] else {}),
+            constants | shape,
+            aligned=aligned,
+        )
+        for shape in shapes
+    ]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # the parsed command line, the engine options given on it, where the record goes -> exit code
 PartRun = Callable[[argparse.Namespace, dict[str, Any], "Path | None"], int]
 _GPU_MODEL = "qwen3-0.6b"
+# a measurement neither compiles nor captures
+_WARM: dict[str, Any] = {"warm_up": "all"}
 
 
 # flags of the command that say how workloads are measured
@@ -142,7 +144,7 @@ def _structured(args: argparse.Namespace, options: dict[str, Any], record_path: 
         is_gpu = device.type == "cuda"
         num_slots = max(2, (64 if is_gpu else 6) // (args.scale or 1))
         sizes = {"max_num_seqs": num_slots, "max_model_len": 512, "max_num_batched_tokens": 2048}
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         outcomes = measure_structured(
             core,
             Tokenizer.from_folder(found.folder),
@@ -158,7 +160,7 @@ def _structured(args: argparse.Namespace, options: dict[str, Any], record_path: 
 
 def _growth(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
     from mrv2.bench.bandwidth import measure_read_bandwidth
-    from mrv2.bench.growth import make_record, measure_growth, points_for, report
+    from mrv2.bench.growth import host_growth, make_record, measure_growth, points_for, report
     from mrv2.engine.core import EngineCore
     from mrv2.options import build_config
 
@@ -173,11 +175,12 @@ def _growth(args: argparse.Namespace, options: dict[str, Any], record_path: Path
             sizes |= {"max_model_len": 512, "num_gpu_blocks": 1 + rows * 32}
         limit = measure_read_bandwidth(device)
         note_loading(model)
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         points = points_for(core, num_steps=num_steps)
         found = measure_growth(core, points, limit.value, num_steps=num_steps, progress=note)
         record = make_record(core, found, limit)
     shown = {"kind": record["kind"], "model": record["model"], "points": len(record["points"])}
+    shown["host_growth"] = host_growth(record["points"])
     return _finish(record, report(record), shown, record_path)
 
 
@@ -194,7 +197,7 @@ def _prefill(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
         if not is_gpu:
             sizes |= {"max_num_batched_tokens": 256, "num_gpu_blocks": 1 + 8 * 32}
         note_loading(model)
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         note("prefill: prompts at once")
         arrivals = measure_arrivals(core, num_prompts, length)
         note("prefill: rates of its kernels")
@@ -216,7 +219,7 @@ def _explain(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
         model = args.model or _GPU_MODEL
         sizes = {"max_num_seqs": 256, "max_model_len": 1024}
         note_loading(model)
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         limit = measure_read_bandwidth(device)
         batches = [n for n in (1, 32, 256) if n <= core.config.max_num_seqs]
         record = make_record(core, measure_budget(core, batches, 256, limit, progress=note), limit)
@@ -270,7 +273,7 @@ def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path:
         scale = args.scale or 1
         sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 2048}
         sizes["max_num_spec_tokens"] = options.get("num_spec_tokens", 3)
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         tokenizer = Tokenizer.from_folder(found.folder)
         texts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -180,6 +180,7 @@ class EngineCore:
     def snapshot(self) -> EngineSnapshot:
         """Return a picture of the engine between two steps."""
         pool, scheduler = self.kv.pool, self.scheduler
+        scheduler.bring_up_to_date()
         num_grammar_running = sum(r.grammar is not None for r in scheduler.running)
         return EngineSnapshot(
             step=scheduler.step,
@@ -210,6 +211,7 @@ class EngineCore:
     def _tell_scheduler(self) -> None:
         """Tell the scheduler who drafts, how much, and how far prompts may stretch a step of decodes."""
         knobs = self.knobs
+        self.scheduler.leave_decodes()
         self.scheduler.prefill_chunk = knobs.prefill_chunk
         self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
         # what was learnt of one way of drafting says nothing of another
@@ -337,14 +339,16 @@ class EngineCore:
         return max_tokens
 
     def _warm_up(self) -> None:
-        """Compile every kernel through the real path and capture the graphs, before the first request."""
+        """Compile kernels through the real path and capture graphs, before the first request."""
         if self.device.type == "cuda":
-            self._serve_dummies()
+            with self.executor.clock.part("warm-up requests"):
+                self._serve_dummies()
         self.executor.capture_graphs()
         self.kv.pool.forget_all()
         self._num_admitted = 0
 
     def _serve_dummies(self) -> None:
+        every_kind = self.config.warm_up == "all"
         # the dummies carry a mask and ask for log-probabilities, beside which nobody drafts
         num_spec_tokens, self.scheduler.num_spec_tokens = self.scheduler.num_spec_tokens, 0
         vocab, limit = self.executor.vocab_size, min(self.max_model_len - 1, self.config.max_num_batched_tokens)
@@ -369,18 +373,18 @@ class EngineCore:
             # outlives the others: a truncated row beside a plain one, then alone, on logits as the model gives them
             SamplingParams(temperature=0.8, top_k=5, top_p=0.9, ignore_eos=True),
         ]
-        for index, params in enumerate(variants[: self.config.max_num_seqs]):
+        for index, params in enumerate(variants[: self.config.max_num_seqs if every_kind else 1]):
             prompt = [(7 * i + index) % vocab for i in range(min(limit, 17 + index))]
             room = self.kv.pool.num_usable * self.kv.block_size - len(prompt)
             if room > 0:
                 params = params.replace(max_tokens=min(3 + index, room))
                 self.add_request(EngineRequest(req_id=f"warm-up-{index}", prompt_token_ids=prompt, params=params))
-                if index == 0:
+                if index == 0 and every_kind:
                     self.scheduler.requests["warm-up-0"].grammar = AnyTokenMatcher()
         while self.has_unfinished:
             self.step()
         self.scheduler.num_spec_tokens = num_spec_tokens
-        if num_spec_tokens and self.kv.pool.num_usable > 2:
+        if every_kind and num_spec_tokens and self.kv.pool.num_usable > 2:
             self._serve_draft_dummies([0] * min(limit, 9))
 
     def _serve_draft_dummies(self, prompt: list[int]) -> None:

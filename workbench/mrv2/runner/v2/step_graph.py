@@ -34,7 +34,7 @@ from mrv2.runner.v2.drafting import Drafting
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampler import Sampler, SamplingPlan
 from mrv2.runner.v2.speculation import Speculation
-from mrv2.runner.v2.step_keys import StepKey, step_drafting, step_key, wanted_keys
+from mrv2.runner.v2.step_keys import StepKey, first_keys, step_drafting, step_key, wanted_keys
 from mrv2.runner.v2.step_work import DraftedStep, PlainStep, StepTensors
 from mrv2.runner.v2.upload import SentStep, StepUpload
 from mrv2.speculators import MODEL_METHODS
@@ -129,6 +129,8 @@ class StepGraphs:
         shape = self.buckets.key(scheduled.total_tokens, scheduled.num_reqs, query_len)
         key = step_key(shape, plan.draw, step_drafting(knobs, query_len - 1, scheduled.num_next_drafts))
         if key not in self.graphs:
+            if self.resources.graph_demand.lazy and key in self._dispatched(knobs):
+                self.resources.graph_demand.ask(key)
             return False
         self._key, self._rows, self._knobs = key, rows, knobs
         return True
@@ -175,14 +177,18 @@ class StepGraphs:
         return views
 
     def missing(self, knobs: Knobs) -> list[StepKey]:
-        """Return the keys that are captured for `knobs` and that have no graph yet."""
+        """Return the keys that `knobs` dispatch, that are wanted by now and that have no graph yet."""
+        keys = self._dispatched(knobs)
+        return self.resources.graph_demand.missing(keys, first_keys(keys, knobs), self.graphs)
+
+    def _dispatched(self, knobs: Knobs) -> list[StepKey]:
+        """Return the keys that steps under `knobs` replay, largest first."""
         if not self._may_replay(knobs):
             return []
-        keys = wanted_keys(knobs, self.buckets, self.resources.max_num_spec_tokens)
-        return [key for key in keys if key not in self.graphs]
+        return wanted_keys(knobs, self.buckets, self.resources.max_num_spec_tokens)
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:
-        """Capture what `knobs` will dispatch and is not there yet; the upload must hold a step of no requests."""
+        """Capture what is missing under `knobs`; the upload must hold a step of no requests."""
         for key in self.missing(knobs):
             step = self._step(key, knobs)
             if self.device.type == "cuda":
