@@ -313,3 +313,16 @@ def test_requests_with_fewer_drafts_have_the_shape_of_the_others() -> None:
     scheduled.num_scheduled_tokens = scheduled.num_scheduled_tokens + [1, 0]
     scheduled.total_tokens = 5
     assert padded_query_len(scheduled, knobs) == 0
+
+
+def test_graphs_that_wait_until_they_are_asked_for_change_no_token() -> None:
+    found = {}
+    for warm_up in ("all", "first_use"):
+        core = step_core("eagle3", warm_up=warm_up)
+        graphs: Any = core.executor.runner.step_graphs  # type: ignore[attr-defined]
+        at_load = len(graphs.graphs)
+        served = serve(core, random_requests(30))
+        found[warm_up] = {name: each.token_ids for name, each in served.items()}, at_load, len(graphs.graphs)
+        assert stats_of(core).num_step_replays > 8
+    assert found["all"][0] == found["first_use"][0]
+    assert found["all"][1] == found["all"][2] > found["first_use"][2] > found["first_use"][1]

@@ -129,7 +129,8 @@ class StepGraphs:
         shape = self.buckets.key(scheduled.total_tokens, scheduled.num_reqs, query_len)
         key = step_key(shape, plan.draw, step_drafting(knobs, query_len - 1, scheduled.num_next_drafts))
         if key not in self.graphs:
-            self.resources.graph_demand.ask(key)
+            if self.resources.graph_demand.lazy and key in self._dispatched(knobs):
+                self.resources.graph_demand.ask(key)
             return False
         self._key, self._rows, self._knobs = key, rows, knobs
         return True
@@ -176,11 +177,15 @@ class StepGraphs:
         return views
 
     def missing(self, knobs: Knobs) -> list[StepKey]:
-        """Return the keys that are captured for `knobs`, that are wanted by now and that have no graph yet."""
+        """Return the keys that `knobs` dispatch, that are wanted by now and that have no graph yet."""
+        keys = self._dispatched(knobs)
+        return self.resources.graph_demand.missing(keys, first_keys(keys, knobs), self.graphs)
+
+    def _dispatched(self, knobs: Knobs) -> list[StepKey]:
+        """Return the keys that steps under `knobs` replay, largest first."""
         if not self._may_replay(knobs):
             return []
-        keys = wanted_keys(knobs, self.buckets, self.resources.max_num_spec_tokens)
-        return self.resources.graph_demand.missing(keys, first_keys(keys), self.graphs)
+        return wanted_keys(knobs, self.buckets, self.resources.max_num_spec_tokens)
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:
         """Capture what is missing under `knobs`; the upload must hold a step of no requests."""

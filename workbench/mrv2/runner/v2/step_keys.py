@@ -74,13 +74,14 @@ def wanted_keys(knobs: Knobs, buckets: Buckets, max_num_spec_tokens: int) -> lis
     return sorted(keys, key=lambda key: -key.shape.num_tokens)
 
 
-def first_keys(keys: list[StepKey]) -> set[StepKey]:
-    """Return of each kind of step in `keys` (largest first) the largest shape, and of its first draw the smallest."""
-    largest: dict[tuple, StepKey] = {}
-    smallest: dict[tuple, StepKey] = {}
-    for key in keys:
-        kind = (key.drafted, key.shape.query_len)
-        largest.setdefault((*kind, key.draw), key)
-        if key.draw == smallest.setdefault(kind, key).draw:
-            smallest[kind] = key
-    return {*largest.values(), *smallest.values()}
+def first_keys(keys: list[StepKey], knobs: Knobs) -> set[StepKey]:
+    """Return those of `wanted_keys` that are captured before anybody asks for them, where the others wait for that.
+
+    Of plain steps and of steps with as many drafts as the knobs say: the largest shape of every kind, and the smallest.
+    """
+    first: set[StepKey] = set()
+    for query_len in {1, 1 + knobs.num_spec_tokens}:
+        mine = [key for key in keys if key.shape.query_len == query_len]
+        first |= {key for key in mine if key.shape == mine[0].shape}
+        first |= set(mine[-1:])
+    return first
