@@ -257,7 +257,7 @@ print("waits with a name:", dict(guard.waits))
 assert set(guard.waits) == {"output"}
 
 # %% [markdown]
-# The other way round: V1 looks up its drafts and verifies them **on the host**. It must know what was kept before it can build anything, so it speculates
+# The other way round: V1 looks up its n-gram drafts **on the host**. It must know what was kept before it can build anything, so it drafts with n-grams
 # without async scheduling only. Same tokens; look at who waits, and at what the engine answers when we ask V1 to run ahead. (An engine whose V1 does not
 # speculate says that instead.)
 

@@ -275,6 +275,8 @@ print(f"{len(source.splitlines())} lines, hooks that it calls: {', '.join(hooks)
 # %% [markdown]
 # To make this family part of the package: one file in `mrv2_models/`, an entry in `registry.py` and `config.py`, a tiny preset, and the test above.
 # `CONTRIBUTING.md` says how.
+#
+# **Next:** [11 · Speed](11_speed.ipynb).
 
 # %%
 del FAMILIES["shift"]

@@ -23,7 +23,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--graphs", default="step", choices=("off", "model", "step"))
     args = parser.parse_args()
-    core = EngineCore(EngineConfig(model=args.model, max_model_len=4096, knobs=Knobs(cuda_graphs=args.graphs)))
+    core = EngineCore(
+        EngineConfig(model=args.model, max_model_len=4096, warm_up="all", knobs=Knobs(cuda_graphs=args.graphs))
+    )
     workload = make_workload(args.workload, vocab_size=core.model_config.vocab_size)
     serve(core, workload.engine_requests())
 

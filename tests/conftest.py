@@ -1,7 +1,8 @@
 """What the tests need of their process.
 
 Where there is no GPU, Triton kernels run in Triton's interpreter; it is chosen when Triton is first imported.  A shell
-that starts pytest in the background has Ctrl-C ignored; tests of it need Python's own handler.
+that starts pytest in the background has Ctrl-C ignored; tests of it need Python's own handler.  With several GPUs,
+workers of pytest-xdist (`-n`) share them out.
 """
 
 import os
@@ -9,6 +10,10 @@ import signal
 
 import torch
 
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+# before CUDA starts: `device_count` asks NVML
+if WORKER and "CUDA_VISIBLE_DEVICES" not in os.environ and torch.cuda.device_count() > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(WORKER.removeprefix("gw")) % torch.cuda.device_count())
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

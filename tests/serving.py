@@ -30,6 +30,7 @@ def make_core(ready: Device | None = None, *, model: str = MODEL, **options: obj
         num_gpu_blocks=64,
         block_size=BLOCK_SIZE,
         debug_checks=True,
+        warm_up="all",
         knobs=Knobs(),
     )
     return EngineCore(EngineConfig(model=model, **(defaults | options)), ready)  # type: ignore[arg-type]

@@ -14,22 +14,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mrv2_kernels.gemm import LinearWorkspace, gemv, linear, picks_for, picks_of, workspace_for
+from mrv2_kernels.gemm import (
+    FP8,
+    LinearWorkspace,
+    fp8_picks,
+    fused_linear,
+    linear,
+    picks_for,
+    picks_of,
+    quantise_rows,
+    workspace_for,
+)
 from mrv2_kernels.layers import rms_norm, silu_and_mul
 from mrv2_models.parallel import Shard, all_gather_last, all_reduce
+
+Quantization = Literal["fp8"]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where parameters live: dtype, device and the rank's shard."""
+    """Where parameters live: dtype, device and the rank's shard; and how the weights of products are kept."""
 
     dtype: torch.dtype
     device: torch.device
     shard: Shard = Shard()
+    # None = in `dtype`; "fp8" = as 8-bit floats with a scale for each output (`mrv2_kernels.gemm.fp8`)
+    quantization: Quantization | None = None
 
-    def parameter(self, *shape: int) -> nn.Parameter:
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return an uninitialised parameter that takes no gradient."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,17 @@ class WeightSource:
     # distribution of random ("dummy") weights
     mean: float
     std: float
+    # view of the parameter that takes the scales of 8-bit weights; None = `dest` holds plain numbers
+    scale: torch.Tensor | None = None
+
+    def store(self, values: torch.Tensor) -> None:
+        """Put the kept part of the tensor where it belongs, converted or quantised on the device where it stays."""
+        if self.scale is None:
+            self.dest.copy_(values)
+        else:
+            quantised, scale = quantise_rows(values.to(self.dest.device))
+            self.dest.copy_(quantised)
+            self.scale.copy_(scale)
 
 
 class Linear(nn.Module):
@@ -73,9 +98,15 @@ class Linear(nn.Module):
         else:
             rows = sum(units * size for units, size in outputs.values())
             columns = self.shard.divide(in_features, f"{'+'.join(outputs)} inputs")
-        self.weight = place.parameter(rows, columns)
+        quantised = place.quantization == "fp8"
+        self.weight = place.parameter(rows, columns, dtype=FP8 if quantised else None)
+        # [rows] float32
+        self.scale = place.parameter(rows, dtype=torch.float32) if quantised else None
         self.bias = place.parameter(rows) if bias else None
-        self.picks = picks_of({} if bias else picks_for(place.device, place.dtype), rows, columns)
+        if quantised:
+            self.picks = fp8_picks(place.device, place.dtype, rows, columns)
+        else:
+            self.picks = picks_of({} if bias else picks_for(place.device, place.dtype), rows, columns)
         # for plans that split the inputs; `share_workspace` sets it
         self.workspace: LinearWorkspace | None = None
 
@@ -92,19 +123,21 @@ class Linear(nn.Module):
         """Return the product; where it `fuses`, with a norm before it and gated activation or residual behind it."""
         pick = self.picks.at(x.shape[0])
         if norm is not None or gated or residual is not None:
-            assert self.fuses(x.shape[0]), f"a product of {tuple(x.shape)} and {tuple(self.weight.shape)} stands alone"
+            stands_alone = f"a product of {tuple(x.shape)} and {tuple(self.weight.shape)} stands alone"
+            assert pick.fused is not None and self.fuses(x.shape[0]), stands_alone
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return gemv(x, self.weight, pick.fused, norm=norm_weight, eps=eps, gated=gated, residual=residual)
-        if self.bias is not None and (self.split == "column" or self.shard.world_size == 1):
+            parts = {"norm": norm_weight, "eps": eps, "gated": gated, "residual": residual, "scale": self.scale}
+            return fused_linear(x, self.weight, pick.fused, **parts)
+        if self.bias is not None and self.scale is None and (self.split == "column" or self.shard.world_size == 1):
             return F.linear(x, self.weight, self.bias)
-        out = linear(x, self.weight, pick.plan, self.workspace)
+        out = linear(x, self.weight, pick.plan, self.workspace, scale=self.scale)
         if self.split == "row":
             out = all_reduce(out, self.shard)
         return out if self.bias is None else out.add_(self.bias)
 
     def fuses(self, num_rows: int) -> bool:
         """Whether products of so many rows take in what surrounds them; never on the host."""
-        return self.shard.world_size == 1 and self.picks.at(num_rows).fused is not None
+        return self.shard.world_size == 1 and self.bias is None and self.picks.at(num_rows).fused is not None
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensors ``<prefix>.<part>.weight`` (and ``.bias``)."""
@@ -119,7 +152,8 @@ class Linear(nn.Module):
                 stop = start + units * size
             name, shape = f"{prefix}.{part}", (units * size, self.in_features)
             std = self.in_features**-0.5
-            yield WeightSource(f"{name}.weight", shape, (rows, columns), self.weight[start:stop], 0.0, std)
+            scale = None if self.scale is None else self.scale[start:stop]
+            yield WeightSource(f"{name}.weight", shape, (rows, columns), self.weight[start:stop], 0.0, std, scale)
             if self.bias is not None:
                 yield WeightSource(f"{name}.bias", shape[:1], (rows,), self.bias[start:stop], 0.0, 0.1)
             start = stop

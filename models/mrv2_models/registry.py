@@ -9,11 +9,12 @@ from typing import Literal, get_args
 
 import torch
 
+from mrv2_kernels.gemm.fp8 import MIN_CAPABILITY
 from mrv2_models import smollm2
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.config import ModelConfig, ModelType, preset_names
 from mrv2_models.errors import ModelFileError, UnsupportedModelError
-from mrv2_models.layers import Placement
+from mrv2_models.layers import Placement, Quantization
 from mrv2_models.llama import LlamaForCausalLM
 from mrv2_models.parallel import Shard
 from mrv2_models.qwen3 import Qwen3ForCausalLM
@@ -76,6 +77,7 @@ def load_model(
     rank: int = 0,
     world_size: int = 1,
     max_model_len: int | None = None,
+    quantization: Quantization | None = None,
 ) -> CausalLM:
     """Build a model and fill its weights.
 
@@ -86,6 +88,8 @@ def load_model(
         rank, world_size: the tensor-parallel part to hold; more than one rank communicates over the
             default process group of ``torch.distributed``.
         max_model_len: longest context in tokens; by default the longest that the config allows.
+        quantization: "fp8" keeps the weights of the layers' products as 8-bit floats, quantised while they are read;
+            embeddings, head, norms and activations stay in `dtype`.
 
     Raises:
         ModelFileError: no such model, or its files do not fit its config.
@@ -109,7 +113,14 @@ def load_model(
     torch_dtype = config.resolve_dtype(dtype)
     if target.type == "cuda" and torch_dtype == torch.float64:
         raise UnsupportedModelError("dtype float64 runs on the CPU only; on CUDA use float32, bfloat16 or float16")
-    place = Placement(torch_dtype, target, Shard(rank, world_size))
+    if quantization not in (None, *get_args(Quantization)):
+        raise ValueError(f"quantization={quantization!r} must be None or one of {', '.join(get_args(Quantization))}")
+    if quantization == "fp8" and target.type == "cuda" and torch.cuda.get_device_capability(target) < MIN_CAPABILITY:
+        raise UnsupportedModelError(
+            f"quantization='fp8' needs compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}, "
+            f"{torch.cuda.get_device_name(target)} has less; leave it out"
+        )
+    place = Placement(torch_dtype, target, Shard(rank, world_size), quantization)
     # angles keep at least float32 precision: half types would blur positions beyond a few hundred
     table_dtype = torch.float64 if place.dtype == torch.float64 else torch.float32
     cos_sin = cos_sin_table(config.rope, config.head_dim, length).to(table_dtype).to(target)

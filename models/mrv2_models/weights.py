@@ -1,7 +1,7 @@
 """Weights from a Hugging Face folder, or random ones, into a model's fused and sharded parameters.
 
-Tensors stream one at a time: only the part that this rank keeps is read, converted to the parameter's
-dtype and copied into place.
+Each file is mapped once.  Tensors go one at a time from its pages to their place in the parameter, fused or not: only
+the part that this rank keeps is read, and nothing is copied on the host but for another dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Checkpoint:
         return set(self._file_of)
 
     def read(self, source: WeightSource) -> torch.Tensor:
-        """Return the part of a tensor that `source` keeps, in the stored dtype, on the CPU."""
+        """Return the part of a tensor that `source` keeps, in the stored dtype: a view of the file's mapped pages.
+
+        So whoever copies it to a device reads the page cache; there is no other copy on the host.
+        """
         path = self._file_of[source.name]
         try:
             stored = self._handle(path).get_slice(source.name)
@@ -140,7 +143,7 @@ def load_weights(model: CausalLM, folder: str | Path) -> None:
                 f"{_listing(extra)}"
             )
         for source in sources:
-            source.dest.copy_(checkpoint.read(source))
+            source.store(checkpoint.read(source))
 
 
 @torch.no_grad()
@@ -158,7 +161,7 @@ def fill_random(model: WeightedModule, seed: int) -> None:
         generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         values = torch.randn(source.shape, generator=generator, dtype=torch.float32, device=device)
         gain = RANDOM_GAIN.get(source.name.split(".")[-2], 1.0)
-        source.dest.copy_(values.mul_(source.std).add_(source.mean).mul_(gain)[source.keep])
+        source.store(values.mul_(source.std).add_(source.mean).mul_(gain)[source.keep])
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: WeightSource) -> None:

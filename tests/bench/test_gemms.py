@@ -12,7 +12,15 @@ import torch
 
 from mrv2.bench import gemm_check
 from mrv2.bench.bandwidth import Limit
-from mrv2.bench.gemm_cases import BUCKETS, DTYPE, PRODUCTS, Product, candidates, fused_candidates
+from mrv2.bench.gemm_cases import (
+    BUCKETS,
+    DTYPE,
+    MAX_FUSED_ROWS,
+    PRODUCTS,
+    Product,
+    candidates,
+    fused_candidates,
+)
 from mrv2.bench.gemm_check import TOLERANCE, Task, check_all, relative_error
 from mrv2.bench.gemms import (
     ChainTime,
@@ -57,7 +65,9 @@ def test_candidates_suit_their_product(product: Product, num_rows: int) -> None:
     assert tried == set(VARIANTS) - (set() if num_rows <= MAX_ROWS else {"gemv"}) - (
         set() if num_rows <= 128 else {"resident"}
     )
-    assert bool(fused_candidates(num_rows, product)) == (num_rows <= MAX_ROWS)
+    fused = fused_candidates(num_rows, product)
+    assert bool(fused) == (num_rows <= MAX_FUSED_ROWS) and all(plan.splits == 1 for plan in fused)
+    assert (num_rows == 1 or num_rows > MAX_FUSED_ROWS) == all(plan.variant == "gemv" for plan in fused)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -69,7 +79,7 @@ def test_a_check_finds_a_right_product_right_and_a_wrong_one_wrong(
     task = Task(3, product, LIBRARY, fused)
     cpu = torch.device("cpu")
     assert relative_error(task, cpu) <= TOLERANCE
-    name = "gemv_triton" if fused else "linear"
+    name = "fused_linear" if fused else "linear"
     right = getattr(gemm_check, name)
 
     def wrong(*args: object, **kwargs: object) -> torch.Tensor:

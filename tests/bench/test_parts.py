@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mrv2.bench.growth import host_growth
 from mrv2.bench.projection import DATA_SHEETS, REACHED, project
 from mrv2.cli import main
 from mrv2.errors import ConfigError
@@ -25,7 +26,20 @@ def test_growth_holds_the_batch_and_the_context(tmp_path: Path, capsys: pytest.C
     for point in record["points"]:
         assert min(point["host_ms"], point["device_ms"], point["roofline_share"]) > 0
         assert point["tokens_per_second"] == pytest.approx(1e3 * point["num_requests"] / point["step_ms"])
-    assert last_line(capsys)["points"] == 4
+        assert sum(point["host_stages_ms"].values()) > 0
+    shown = last_line(capsys)
+    assert shown["points"] == 4 and shown["host_growth"] is None, "8 requests are not more than 8"
+
+
+def test_the_growth_of_the_host_is_that_at_one_context() -> None:
+    def point(num_requests: int, context: int, host_ms: float) -> dict:
+        return {"num_requests": num_requests, "context": context, "host_ms": host_ms, "step_ms": 10 * host_ms}
+
+    points = [point(8, 128, 0.2), point(512, 128, 0.5), point(8, 4096, 0.1)]
+    found = host_growth(points)
+    assert found is not None and (found["ratio"], found["num_requests"]) == (pytest.approx(2.5), 512)
+    assert found["host_us_at_most"] == pytest.approx(500) and found["host_share_at_most"] == pytest.approx(0.1)
+    assert host_growth(points[1:]) is None, "nothing to hold it against at that context"
 
 
 def test_prefill_reports_first_tokens_and_the_gaps_beside(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +59,10 @@ def test_startup_tells_a_cold_cache_from_a_warm_one(capsys: pytest.CaptureFixtur
     starts = last_line(capsys)["starts"]
     assert [start["cache"] for start in starts] == ["cold", "warm", "warm"]
     for start in starts:
-        assert start["total_s"] > start["import_torch_s"] + start["load_s"] + start["first_token_s"] > 0
+        parts = ("import_torch_s", "import_engine_s", "load_s", "first_token_s")
+        assert start["total_s"] > sum(start[part] for part in parts) and min(start[part] for part in parts) > 0
+        assert {"device", "weights", "memory", "runner"} <= set(start["load_parts"])
+        assert 0 < sum(start["load_parts"].values()) <= start["load_s"]
 
 
 def test_an_engine_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:

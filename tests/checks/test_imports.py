@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tomllib
 
@@ -51,6 +53,21 @@ def test_direction(importer: str, target: str, why: str) -> None:
         if is_within(name, importer) and len(chain := import_chain(name, target)) > 2
     ]
     expect_none(direct + chains, why)
+
+
+def test_an_engine_starts_without_what_only_some_need() -> None:
+    """Each of these takes longer to import than the engine itself."""
+    slow = ("transformers", "xgrammar", "pandas", "plotly", "matplotlib", "IPython", "torch._dynamo", "torch._inductor")
+    code = f"import sys, mrv2.llm, mrv2.engine.core; print([name for name in {slow} if name in sys.modules])"
+    paths = os.pathsep.join(str(REPO / root) for root in ROOTS)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "[]", "imported by mrv2.llm or the engine core"
 
 
 def test_no_module_imports_its_importer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from mrv2.engine.grammar.backend import GrammarMatcher
 from mrv2.engine.kv_cache_manager import KVCacheManager
-from mrv2.engine.messages import EngineOutput, EngineRequest
+from mrv2.engine.messages import EngineOutput, EngineRequest, token_outputs
 from mrv2.engine.request import Request
 from mrv2.engine.scheduler import Scheduler
 from mrv2.runner.protocol import RowSampling, SchedulerOutput, StepOutput
@@ -44,7 +45,7 @@ class Twin:
 
     def launch(self) -> SchedulerOutput | None:
         if self.slow:
-            self.scheduler._decodes = None
+            self.scheduler.decodes = None
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
             self.flying.append(scheduled)
@@ -146,9 +147,23 @@ def test_both_ways_schedule_and_settle_the_same(seed: int) -> None:
             assert same(*outputs), turn
         for twin in twins:
             twin.scheduler.check()
+        if rng.random() < 0.7:
+            # most of the time nobody asks, and the batch counts on
+            turn += 1
+            continue
+        for twin in twins:
+            twin.scheduler.bring_up_to_date()
         books = [
             [
-                (r.req_id, r.num_computed, r.num_confirmed, r.num_published_blocks, getattr(r.grammar, "tokens", None))
+                (
+                    r.req_id,
+                    r.num_computed,
+                    r.num_confirmed,
+                    r.num_in_flight,
+                    r.num_published_blocks,
+                    r.token_ids[:],
+                    getattr(r.grammar, "tokens", None),
+                )
                 for r in twin.scheduler.running
             ]
             for twin in twins
@@ -176,3 +191,37 @@ def test_the_traffic_meets_what_it_should() -> None:
     # one prefill, one look at the decodes, one more after the stop
     assert twin.num_repeated == 30 - 3
     assert [r.req_id for r in scheduler.running] == ["r0", "r1", "r3"]
+
+
+def test_a_repeated_step_visits_no_request() -> None:
+    """Members' own counters stand still until somebody asks: else a step would cost the host as many visits as rows."""
+    scheduler = Scheduler(KVCacheManager(200, BLOCK_SIZE), max_num_seqs=8, max_num_batched_tokens=256)
+    twin = Twin(0, slow=False)
+    twin.scheduler = scheduler
+    for i in range(8):
+        drawn = {"prompt": [i + 1] * 3, "max_tokens": 60, "stops": [7], "priority": 0}
+        scheduler.add(make_request(f"r{i}", i, drawn))
+    tokens = {f"r{i}": 9 + i for i in range(8)}
+    for _ in range(4):
+        twin.launch()
+        twin.settle(tokens)
+    scheduler.bring_up_to_date()
+    before = [(r.num_computed, r.num_known, len(r.token_ids)) for r in scheduler.running]
+    for _ in range(5):
+        twin.launch()
+        twin.settle(tokens)
+    assert twin.num_repeated >= 5
+    assert [(r.num_computed, r.num_known, len(r.token_ids)) for r in scheduler.running] == before
+    scheduler.check()
+    scheduler.bring_up_to_date()
+    after = [(r.num_computed, r.num_known, len(r.token_ids)) for r in scheduler.running]
+    assert after == [tuple(n + 5 for n in each) for each in before]
+    assert [r.token_ids[-5:] for r in scheduler.running] == [[9 + i] * 5 for i in range(8)]
+
+
+def test_an_output_of_one_token_is_as_the_constructor_makes_it() -> None:
+    made = token_outputs(["a", "b"], [5, 6], 3)
+    assert made == [EngineOutput(req_id=r, new_token_ids=[t], step=3) for r, t in (("a", 5), ("b", 6))]
+    assert pickle.loads(pickle.dumps(made)) == made
+    made[0].finish_reason = "stop"
+    assert made[1].finish_reason is None

@@ -35,6 +35,7 @@ PRODUCT_TOLERANCE, LOGITS_TOLERANCE = 5e-3, 8e-2
 PICKS = read_picks(json.loads(TABLE.read_text()))["NVIDIA H200"]
 GEMV = LinearPlan("gemv", block_n=8)
 SPLIT = LinearPlan("streamed", block_m=16, block_n=32, splits=2)
+RESIDENT = LinearPlan("resident", block_m=16, block_n=16)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -105,15 +106,17 @@ def test_logits_with_picks_are_the_librarys_within_rounding(qwen3: CausalLM, num
         assert_close(forward(harness, batch), expected, LOGITS_TOLERANCE)
 
 
-@pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 1))
-def test_a_fused_layer_is_the_layer(qwen3: CausalLM, num_rows: int) -> None:
+@pytest.mark.parametrize(
+    "plan, num_rows", [(GEMV, 1), (GEMV, 3), (GEMV, 4), (RESIDENT, 2), (RESIDENT, 8), (RESIDENT, 32)]
+)
+def test_a_fused_layer_is_the_layer(qwen3: CausalLM, plan: LinearPlan, num_rows: int) -> None:
     harness, batch = decode_batch(qwen3, num_rows)
     attn, layer = harness.state.prepare_attn(batch), qwen3.layers[0]
     torch.manual_seed(num_rows)
     x = torch.randn(num_rows, qwen3.config.hidden_size, device="cuda").bfloat16()
     added, residual = layer(x, None, batch.positions, attn, harness.kv_caches[0])
     for each in products(qwen3):
-        each.picks = ProductPicks((MAX_ROWS,), (Pick(GEMV, GEMV),))
+        each.picks = ProductPicks((num_rows,), (Pick(plan, plan),))
     fused, nothing = layer(x, None, batch.positions, attn, harness.kv_caches[0])
     assert nothing is None
     assert_close(fused, added.double() + residual.double(), 2e-2)
@@ -177,13 +180,15 @@ def serve(knobs: Knobs) -> list[list[int]]:
     return [served[f"r{i}"].token_ids for i in range(6)]
 
 
-def test_every_level_and_both_runners_yield_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_level_and_both_runners_yield_the_same_tokens(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
 
     def picks(_: object, num_outputs: int, num_inputs: int) -> ProductPicks:
         used.append(num_outputs)
         splits = why_not(SPLIT, 8, num_outputs, num_inputs, torch.bfloat16) is None
-        many = Pick(SPLIT if splits else replace(SPLIT, splits=1))
+        fuses = fused and why_not(RESIDENT, 8, num_outputs, num_inputs, torch.bfloat16) is None
+        many = Pick(SPLIT if splits else replace(SPLIT, splits=1), RESIDENT if fuses else None)
         return ProductPicks((MAX_ROWS, 64), (Pick(GEMV, GEMV), many))
 
     monkeypatch.setattr(layers, "picks_of", picks)

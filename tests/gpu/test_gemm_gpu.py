@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrv2_kernels.gemm import LinearPlan, linear, why_not, workspace_for
-from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
+from mrv2_kernels.gemm import (
+    LIBRARY,
+    LinearPlan,
+    fp8_picks,
+    fused_linear,
+    linear,
+    quantise_rows,
+    why_not,
+    workspace_for,
+)
+from mrv2_kernels.gemm.gemv import gemv_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -74,13 +83,95 @@ def test_a_chain_that_overlaps_is_the_chain_one_by_one(variant: str, num_rows: i
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("gated", [False, True])
-def test_gemv_with_what_surrounds_it(gated: bool, num_rows: int) -> None:
+@pytest.mark.parametrize("around", ["norm", "gated", "residual", "norm+gated", "norm+gated+residual"])
+@pytest.mark.parametrize(
+    "plan, num_rows",
+    [
+        (LinearPlan("gemv", block_n=8), (1, 3)),
+        (LinearPlan("resident", block_m=16, block_n=8, num_warps=8), (1, 5, 16, 17)),
+        (LinearPlan("resident", block_m=16, block_n=64), (8,)),
+        (LinearPlan("resident", block_m=32, block_n=16, stages=2), (30, 32, 40)),
+        (LinearPlan("resident", block_m=64, block_n=32, stages=2, num_warps=8), (64,)),
+    ],
+    ids=lambda value: getattr(value, "label", None),
+)
+@pytest.mark.parametrize("num_outputs, num_inputs", [(6144, 1024), (3072, 576), (160, 272)])
+def test_products_with_what_surrounds_them(
+    num_outputs: int, num_inputs: int, plan: LinearPlan, num_rows: tuple[int, ...], around: str
+) -> None:
     torch.manual_seed(0)
-    x, norm = _random(num_rows, 1024).bfloat16(), torch.rand(1024, device="cuda").bfloat16()
-    weight, residual = (_random(6144, 1024) / 32).bfloat16(), _random(num_rows, 3072 if gated else 6144).bfloat16()
-    given = {"norm": norm, "eps": 1e-6, "gated": gated, "residual": residual}
-    out = gemv_triton(x, weight, LinearPlan("gemv", block_n=8), **given)
-    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    _assert_close(out, gemv_torch(x.double(), weight.double(), **wide), 1e-2)
+    gated = "gated" in around
+    width = num_outputs // (2 if gated else 1)
+    weight = (_random(num_outputs, num_inputs) / num_inputs**0.5).bfloat16()
+    for rows in num_rows:
+        # every second row of a wider tensor, of very unequal sizes
+        x = (_random(2 * rows, num_inputs + 16) * torch.logspace(-2, 1, 2 * rows, device="cuda")[:, None]).bfloat16()
+        x = x[::2, :num_inputs]
+        given = {"norm": torch.rand(num_inputs, device="cuda").bfloat16() if "norm" in around else None, "eps": 1e-6}
+        given |= {"gated": gated, "residual": _random(rows, width).bfloat16() if "residual" in around else None}
+        wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+        expected = gemv_torch(x.double(), weight.double(), **wide)
+        out = torch.full((rows, width), float("nan"), dtype=torch.bfloat16, device="cuda")
+        fused_linear(x, weight, plan, out=out, **given)
+        # row by row: a row of small numbers must not hide behind the others
+        error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert (error <= 1e-2).all(), f"{rows} rows: relative errors {error.tolist()}"
+        if given["residual"] is not None:
+            # the stream may be added to in place
+            fused_linear(x, weight, plan, out=given["residual"], **given)
+            assert torch.equal(given["residual"], out)
+
+
+@pytest.mark.parametrize("num_rows", [8, 32])
+def test_fused_products_that_overlap_are_those_one_by_one(num_rows: int) -> None:
+    plan = LinearPlan("resident", block_m=max(16, num_rows), block_n=16, stages=4)
+    torch.manual_seed(0)
+    norm = torch.ones(1024, device="cuda").bfloat16()
+    weights = [((_random(2048, 1024) / 32).bfloat16(), (_random(1024, 1024) / 32).bfloat16()) for _ in range(20)]
+    start = _random(num_rows, 1024).bfloat16()
+    results = []
+    for one_by_one in (True, False, False):
+        stream = start.clone()
+        for gate_up, down in weights:
+            gated = fused_linear(stream, gate_up, plan, norm=norm, eps=1e-6, gated=True)
+            if one_by_one:
+                torch.cuda.synchronize()
+            fused_linear(gated, down, plan, residual=stream, out=stream)
+            if one_by_one:
+                torch.cuda.synchronize()
+        results.append(stream)
+    assert torch.isfinite(results[0]).all() and not torch.equal(results[0], start)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_outputs, num_inputs", SHAPES)
+def test_product_with_eight_bit_weights(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+    """Each plan that the rule may choose, and the library behind a dequantisation; columns differ in size."""
+    torch.manual_seed(0)
+    rows = torch.logspace(-1, 1, num_outputs, device="cuda")[:, None]
+    weight, scale = quantise_rows(_random(num_outputs, num_inputs) / num_inputs**0.5 * rows)
+    full = (weight.to(torch.float64) * scale.double()[:, None]).T
+    for num_rows in (*ROWS, 128, 256, 300):
+        x = _random(2 * num_rows, num_inputs + 16).to(dtype)[::2, :num_inputs]
+        chosen = fp8_picks(x.device, dtype, num_outputs, num_inputs).at(num_rows).plan
+        for plan in {chosen, LIBRARY, *PLANS[1:]}:
+            if why_not(plan, num_rows, num_outputs, num_inputs, dtype) is None and plan.splits == 1:
+                out = torch.full((num_rows, num_outputs), float("nan"), dtype=dtype, device="cuda")
+                linear(x, weight, plan, None, out, scale)
+                error = ((out.double() - x.double() @ full).norm(dim=0) / (x.double() @ full).norm(dim=0)).max()
+                assert error <= 2e-2, f"{num_rows} rows, {plan.label}: relative error {error}"
+
+
+@pytest.mark.parametrize(
+    "plan", [LinearPlan("gemv", block_n=8), LinearPlan("resident", block_m=16, block_n=16)], ids=str
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_fused_products_with_eight_bit_weights(gated: bool, plan: LinearPlan) -> None:
+    torch.manual_seed(0)
+    weight, scale = quantise_rows(_random(2048, 1024) / 32)
+    x, norm = _random(3, 1024).bfloat16(), torch.rand(1024, device="cuda").bfloat16() + 0.5
+    residual = _random(3, 1024 if gated else 2048).bfloat16()
+    around = {"norm": norm, "eps": 1e-6, "gated": gated, "residual": residual, "scale": scale}
+    got = fused_linear(x, weight, plan, **around)
+    _assert_close(got, gemv_torch(x, weight, **around).double(), 1e-2)

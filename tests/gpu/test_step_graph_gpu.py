@@ -74,7 +74,8 @@ def test_three_hundred_steps_wait_for_outputs_only(depth: int) -> None:
     first, index, replays = core.scheduler.step, 30, core.executor.runner.stats.num_step_replays
     with sync_guard(core.device, mode="error") as guard:
         while core.scheduler.step - first < 300:
-            if len(core.scheduler.running) < 4 and core.scheduler.step % 9 == 0:
+            idle = not core.scheduler.requests
+            if idle or (len(core.scheduler.running) < 4 and core.scheduler.step % 9 == 0):
                 feed(index)
                 index += 1
             collector.step()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mrv2_kernels.gemm import LIBRARY, LinearPlan, picks_for, picks_of, why_not
-from mrv2_kernels.gemm.gemv import MAX_ROWS
 from mrv2_kernels.gemm.picks import TABLE, Pick, as_entry, read_picks, write_picks
 
 FEW, MORE = Pick(LinearPlan("gemv"), LinearPlan("gemv", block_n=4)), Pick(LinearPlan("resident"))
@@ -40,7 +39,9 @@ def test_every_plan_of_the_committed_table_suits_all_rows_that_take_it() -> None
             for num_rows in range(1, found.num_rows[-1] + 1):
                 pick = found.at(num_rows)
                 assert why_not(pick.plan, num_rows, num_outputs, num_inputs, torch.bfloat16) is None
-                assert pick.fused is None or (pick.fused.variant == "gemv" and num_rows <= MAX_ROWS)
+                if pick.fused is not None:
+                    assert pick.fused.variant in ("gemv", "resident") and pick.fused.splits == 1
+                    assert why_not(pick.fused, num_rows, num_outputs // 2, num_inputs, torch.bfloat16) is None
 
 
 def test_both_plans_pass_through_the_table(tmp_path) -> None:

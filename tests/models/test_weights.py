@@ -15,6 +15,7 @@ from models.hf_folders import write_folder
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.errors import ModelFileError, UnsupportedModelError
 from mrv2_models.registry import load_model
+from mrv2_models.weights import Checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -86,6 +87,18 @@ def test_auto_is_the_published_dtype(folder: Path) -> None:
 def test_a_sharded_folder_loads_like_a_single_file(tied_folder: Path, folder: Path) -> None:
     shard(folder)
     assert_same(load_model(folder), load_model(tied_folder))
+
+
+def test_a_tensor_is_a_view_of_the_mapped_file(folder: Path) -> None:
+    """A second copy of the weights on the host would show as memory of the process that no file stands behind."""
+    source = next(load_model(folder).weight_sources())
+    with Checkpoint(folder) as checkpoint:
+        address = checkpoint.read(source).data_ptr()
+        mappings = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
+        holding = [
+            entry for entry in mappings if int(entry[0].split("-")[0], 16) <= address < int(entry[0].split("-")[1], 16)
+        ]
+    assert [entry[-1] for entry in holding] == [str((folder / "model.safetensors").resolve())]
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:

@@ -151,7 +151,8 @@ def test_three_hundred_steps_wait_for_outputs_only() -> None:
     first, index, replays = core.scheduler.step, 0, core.executor.runner.stats.num_step_replays
     with sync_guard(core.device, mode="error") as guard:
         while core.scheduler.step - first < 300:
-            if len(core.scheduler.running) < 4 and core.scheduler.step % 9 == 0:
+            idle = not core.scheduler.requests
+            if idle or (len(core.scheduler.running) < 4 and core.scheduler.step % 9 == 0):
                 collector.submit(f"r{index}", random_prompt(index % 7, 5 + index % 30), mix(index, max_tokens=33))
                 index += 1
             collector.step()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrv2.trace import OpKind, RangeKind, SyncType, Trace, WaitKind, load
+from mrv2.trace import OpKind, RangeKind, SyncType, Trace, WaitKind, load, save
 from nsight_files import NEW, OLD, PID, TID, NsightFile, global_tid, worked_example
 
 both = pytest.mark.parametrize("schema", [OLD, NEW])
@@ -268,3 +268,63 @@ def test_packed_files_read_alike(tmp_path: Path) -> None:
     for name, column in plain.ops.columns().items():
         assert np.array_equal(column, packed.ops.columns()[name]), name
     assert packed.strings == plain.strings
+
+
+def _captured_example(schema: str, clones: int) -> NsightFile:
+    """Return the worked example with the capture of its 40 nodes: 10 in no range, 20 in "a", 10 in "a > b"."""
+    file = worked_example(schema)
+    table = "CUDA_GRAPH_EVENTS" if schema == OLD else "CUDA_GRAPH_NODE_EVENTS"
+    file.nvtx("a", -900_000, -100_000)
+    file.nvtx("b", -300_000, -200_000)
+    # another thread's range at the same time
+    file.nvtx("elsewhere", -900_000, -100_000, tid=TID + 1)
+    for node in range(40):
+        at = [-950_000, -800_000, -700_000, -250_000][node // 10] + node
+        ids = [(10 + depth << 32) + node for depth in range(clones)] + [(5 << 32) + node]
+        for depth, key in enumerate(ids):
+            file.add(
+                table,
+                start=at if depth == 0 else -50_000 + depth,
+                end=at,
+                globalTid=global_tid(TID),
+                nameId=file.text("create"),
+                graphNodeId=key,
+                originalGraphNodeId=ids[depth - 1] if depth else None,
+            )
+    return file
+
+
+@both
+@pytest.mark.parametrize("clones", [0, 1, 3])
+def test_nodes_know_the_ranges_of_their_capture(tmp_path: Path, schema: str, clones: int) -> None:
+    trace = _load(_captured_example(schema, clones), tmp_path)
+    node = trace.ops.graph_node >= 0
+    assert (trace.ops.captured[~node] == -1).all()
+    captured = trace.ops.captured[node][np.argsort(trace.ops.graph_node[node])]
+    names = ["" if i < 0 else trace.name_of(i) for i in captured.tolist()]
+    assert names == [""] * 10 + ["a"] * 20 + ["a > b"] * 10
+    table = trace.captures()
+    assert table is not None
+    assert table.captured_under == ["a", "a > b"] and table.num_ops.tolist() == [20, 10]
+    assert table.total_ns.tolist() == [160_000, 80_000] and table.share.tolist() == [0.5, 0.25]
+    assert trace.coverage["ops.captured"].rows == 30
+
+
+@both
+def test_a_capture_before_the_recording_is_not_collected(tmp_path: Path, schema: str) -> None:
+    """A clone's own creation is the graph's instantiation, which says nothing about the capture."""
+    file = worked_example(schema)
+    table = "CUDA_GRAPH_EVENTS" if schema == OLD else "CUDA_GRAPH_NODE_EVENTS"
+    for node in range(40):
+        columns = {"graphNodeId": (5 << 32) + node, "originalGraphNodeId": (9 << 32) + node}
+        file.add(table, start=300_500, end=300_500, globalTid=global_tid(TID), nameId=file.text("create"), **columns)
+    trace = _load(file, tmp_path)
+    assert trace.captures() is None and (trace.ops.captured == -1).all()
+    assert trace.coverage["ops.captured"].status == "not collected"
+    assert "before the recording" in trace.coverage["ops.captured"].reason
+
+
+def test_capture_paths_survive_saving(tmp_path: Path) -> None:
+    trace = _load(_captured_example(NEW, 1), tmp_path)
+    again = load(save(trace, tmp_path / "t.npz"))
+    assert str(again.captures()) == str(trace.captures())

@@ -12,6 +12,10 @@ EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes 
 # values of the knob `sampler` that draw the same tokens, as does runner v1
 SAME_TOKEN_SAMPLERS = ("gumbel_fused", "gumbel_two_pass", "softmax_race")
 
+# what runner v1 has of the knobs `spec_method` and `verification`
+V1_METHODS = ("ngram", "eagle3", "mtp")
+V1_VERIFICATIONS = ("token_exact", "standard", "synthetic")
+
 
 def _knob(default: Any, effect: EffectClass, help: str, look_for: str, values: tuple[Any, ...] = ()) -> Any:
     return field(default=default, metadata={"effect": effect, "help": help, "look_for": look_for, "values": values})
@@ -159,20 +163,25 @@ class Knobs:
             )
 
     def _check_v1_speculation(self) -> None:
-        """V1 looks drafts up and verifies them on the host, in lists of tokens."""
-        given = (("spec_method", "ngram"), ("async_scheduling", False), ("verification", "token_exact"))
-        why = {
-            "spec_method": "the other drafters work on the device, behind post_update, which v1 does not have",
-            "async_scheduling": "the drafts of a step are looked up in the tokens of the one before, which the host "
-            "must have",
-            "verification": "the tokens that come back are compared with the drafts, no probabilities",
-        }
-        for name, needed in given:
-            if getattr(self, name) != needed:
-                raise ConfigError(
-                    f"runner='v1' drafts only with {name}={needed!r}, not {getattr(self, name)!r}: {why[name]}; set "
-                    f"{name}={needed!r}, runner='v2' or spec_method='off'"
-                )
+        """V1 looks n-grams up on the host and runs draft heads; it verifies in three ways."""
+        if self.spec_method not in V1_METHODS:
+            raise ConfigError(
+                f"runner='v1' does not draft with spec_method={self.spec_method!r}: it has n-gram look-up on the host "
+                f"and heads on the target's hidden states. Set spec_method to one of "
+                f"{', '.join(map(repr, V1_METHODS))} or 'off', or runner='v2'"
+            )
+        if self.spec_method == "ngram" and self.async_scheduling:
+            raise ConfigError(
+                "runner='v1' drafts with spec_method='ngram' only with async_scheduling=False: the drafts of a step "
+                "are looked up in the tokens of the one before, which the host must have; set async_scheduling=False, "
+                "spec_method='eagle3' or 'mtp', or runner='v2'"
+            )
+        if self.verification not in V1_VERIFICATIONS:
+            raise ConfigError(
+                f"runner='v1' does not verify with verification={self.verification!r}: its rejection sampler looks at "
+                f"one draft after the other. Set verification to one of {', '.join(map(repr, V1_VERIFICATIONS))}, "
+                "runner='v2' or spec_method='off'"
+            )
 
     def _check_grammar_drafts(self) -> None:
         if not self.num_spec_tokens:
@@ -239,6 +248,9 @@ class EngineConfig:
     # "auto" = cuda where there is one, else host
     device: Literal["auto", "cuda", "host"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    # "fp8" = the layers' products keep their weights as 8-bit floats with a scale for each output, quantised at load;
+    # activations, embeddings, head and KV cache stay in `dtype`
+    quantization: Literal["fp8"] | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -279,6 +291,9 @@ class EngineConfig:
     logits_processors: tuple = ()
     # most log-probabilities a position may ask for; -1 = the whole vocabulary
     max_logprobs: int = 20
+    # when kernels are compiled and CUDA graphs captured: "first_use" = before the first request what any request needs,
+    # the rest when a step asks for it; "all" = everything before the first request, for measurements
+    warm_up: Literal["first_use", "all"] = "first_use"
     # run Scheduler.check() after every step
     debug_checks: bool = False
     knobs: Knobs = field(default_factory=Knobs)
@@ -308,6 +323,10 @@ class EngineConfig:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be at least 0, or -1 (the whole vocabulary)")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
+        if self.quantization not in (None, "fp8"):
+            raise ConfigError(f"quantization={self.quantization!r} must be None or 'fp8'")
+        if self.warm_up not in ("first_use", "all"):
+            raise ConfigError(f"warm_up={self.warm_up!r} must be 'first_use' or 'all'")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32", "float64"):
             raise ConfigError(
                 f"dtype={self.dtype!r} must be one of 'auto', 'float16', 'bfloat16', 'float32', 'float64'"

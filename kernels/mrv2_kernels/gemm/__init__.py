@@ -1,20 +1,23 @@
 """Matrix products of few rows, which are bound by reading their weights."""
 
-from mrv2_kernels.gemm.gemv import gemv
-from mrv2_kernels.gemm.linear import linear, why_not, workspace_for
+from mrv2_kernels.gemm.fp8 import FP8, fp8_picks, quantise_rows
+from mrv2_kernels.gemm.linear import fused_linear, linear, why_not, workspace_for
 from mrv2_kernels.gemm.picks import ProductPicks, picks_for, picks_of
 from mrv2_kernels.gemm.plan import LIBRARY, VARIANTS, LinearPlan, LinearWorkspace
 
 __all__ = [
+    "FP8",
     "LIBRARY",
     "VARIANTS",
     "LinearPlan",
     "LinearWorkspace",
     "ProductPicks",
-    "gemv",
+    "fp8_picks",
+    "fused_linear",
     "linear",
     "picks_for",
     "picks_of",
+    "quantise_rows",
     "why_not",
     "workspace_for",
 ]

@@ -4,6 +4,8 @@
     p = s @ weight.T                            or, if `gated`,       silu(s @ gate.T) * (s @ up.T), weight = [gate; up]
     out = p                                     or, with `residual`,  p + residual
 
+Weights may be 8-bit floats with a scale for each output (`gemm.fp8`); the scale is applied to the sums.
+
 A program loads its rows of weights into registers before it waits for the kernel that makes x
 (`mrv2_kernels.gemm.pdl`).  The norm is computed by every program anew: a row is little beside the weights.  s is
 rounded to the dtype of x, as the separate kernel would; p is not rounded before what follows it.
@@ -27,6 +29,7 @@ MAX_ROWS = 4
 def _gemv_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     norm_ptr,
     residual_ptr,
     out_ptr,
@@ -36,6 +39,7 @@ def _gemv_kernel(
     residual_stride,
     ROWS: tl.constexpr,
     EPS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -54,6 +58,10 @@ def _gemv_kernel(
     weight = tl.load(w_ptrs, mask=mask, other=0.0)
     if GATED:
         up_weight = tl.load(w_ptrs + num_outputs.to(tl.int64) * num_inputs, mask=mask, other=0.0)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + n, mask=n < num_outputs, other=0.0).to(ACC)
+        if GATED:
+            up_scale = tl.load(scale_ptr + num_outputs + n, mask=n < num_outputs, other=0.0).to(ACC)
     if HAS_NORM:
         norm = tl.load(norm_ptr + k, mask=k_mask, other=0.0)
     if PDL:
@@ -64,8 +72,13 @@ def _gemv_kernel(
             x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / num_inputs + EPS)) * norm.to(ACC)
             x = x.to(x_ptr.dtype.element_ty).to(ACC)
         out = tl.sum(weight.to(ACC) * x[None, :], axis=1)
+        if HAS_SCALE:
+            out = out * scale
         if GATED:
-            out = out / (1.0 + tl.exp(-out)) * tl.sum(up_weight.to(ACC) * x[None, :], axis=1)
+            up = tl.sum(up_weight.to(ACC) * x[None, :], axis=1)
+            if HAS_SCALE:
+                up = up * up_scale
+            out = out / (1.0 + tl.exp(-out)) * up
         if HAS_RESIDUAL:
             residual = residual_ptr + row * residual_stride + n
             out += tl.load(residual, mask=n < num_outputs, other=0.0).to(ACC)
@@ -86,6 +99,8 @@ def gemv_triton(
     gated: bool = False,
     # [M, N], row stride free; may be `out`
     residual: torch.Tensor | None = None,
+    # [N] float32, [2 N] if gated: of 8-bit weights
+    scale: torch.Tensor | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -107,6 +122,7 @@ def gemv_triton(
     _gemv_kernel[(cdiv(num_outputs, plan.block_n),)](
         x,
         weight,
+        x if scale is None else scale,
         x if norm is None else norm,
         x if residual is None else residual,
         out,
@@ -116,6 +132,7 @@ def gemv_triton(
         0 if residual is None else residual.stride(0),
         ROWS=num_rows,
         EPS=eps,
+        HAS_SCALE=scale is not None,
         HAS_NORM=norm is not None,
         GATED=gated,
         HAS_RESIDUAL=residual is not None,
@@ -141,6 +158,8 @@ def gemv_torch(
     gated: bool = False,
     # [M, N]
     residual: torch.Tensor | None = None,
+    # [N] float32, [2 N] if gated: of 8-bit weights
+    scale: torch.Tensor | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -150,6 +169,7 @@ def gemv_torch(
     if norm is not None:
         s = torch.nn.functional.rms_norm(s, s.shape[-1:], norm.to(acc), eps).to(x.dtype).to(acc)
     p = s @ weight.to(acc).T
+    p = p if scale is None else p * scale.to(acc)
     if gated:
         gate, up = p.chunk(2, dim=-1)
         p = torch.nn.functional.silu(gate) * up
@@ -161,18 +181,19 @@ gemv = dispatch(gemv_triton, gemv_torch)
 
 
 def aot_cases() -> list[AotCase]:
-    """Return representative signatures: the bare product, and one with everything."""
+    """Return representative signatures: the bare product, one with everything, and that with 8-bit weights."""
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "norm_ptr", "residual_ptr", "out_ptr"), "*bf16")
     sizes = dict.fromkeys(("num_outputs", "num_inputs", "x_stride", "residual_stride"), "i32")
     constants: dict[str, object] = {"EPS": 1e-6, "ROWS": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "PDL": True}
-    signature: dict[str, str] = {**pointers, **sizes}
+    signature: dict[str, str] = {**pointers, "scale_ptr": "*fp32", **sizes}
     aligned = frozenset(signature)
+    fused = ("HAS_NORM", "GATED", "HAS_RESIDUAL")
     return [
         AotCase(
             _gemv_kernel,
-            signature,
-            constants | dict.fromkeys(("HAS_NORM", "GATED", "HAS_RESIDUAL"), everything),
+            signature | ({"weight_ptr": "*fp8e4nv"} if scaled else {}),
+            constants | {"HAS_SCALE": scaled} | dict.fromkeys(fused, everything),
             aligned=aligned,
         )
-        for everything in (False, True)
+        for everything, scaled in ((False, False), (True, False), (True, True))
     ]

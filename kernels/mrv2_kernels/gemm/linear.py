@@ -1,4 +1,7 @@
-"""One product of few rows, computed as a plan says:  out = x @ weight.T."""
+"""One product of few rows, computed as a plan says: bare, ``out = x @ weight.T``, or with what surrounds it.
+
+Of 8-bit weights it is ``(x @ weight.T) * scale``.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from mrv2_kernels._dispatch import dispatch
+from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv
-from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_triton
+from mrv2_kernels.gemm.fp8 import dequantise_rows
+from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_torch, gemv_triton
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan, LinearWorkspace
 from mrv2_kernels.gemm.resident import resident_linear, why_not_resident
 from mrv2_kernels.gemm.streamed import streamed_linear, why_not_streamed
@@ -35,6 +40,8 @@ def linear_triton(
     workspace: LinearWorkspace | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
+    # [N] float32: of 8-bit weights
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ weight.T [M, N] in the dtype of x.
 
@@ -42,11 +49,14 @@ def linear_triton(
     missing or too small.
     """
     if plan.variant == "gemv":
-        return gemv_triton(x, weight, plan, out=out)
+        return gemv_triton(x, weight, plan, scale=scale, out=out)
     if plan.variant == "streamed":
-        return streamed_linear(x, weight, plan, workspace, out)
+        return streamed_linear(x, weight, plan, workspace, out, scale)
     if plan.variant == "resident":
-        return resident_linear(x, weight, plan, workspace, out)
+        return resident_linear(x, weight, plan, workspace, out, scale)
+    if scale is not None:
+        # the library multiplies 16 bits by 16 bits: at many rows the weights' bytes are not what counts
+        weight = dequantise_rows(weight, scale, x.dtype)
     return linear_torch(x, weight, plan, workspace, out)
 
 
@@ -59,12 +69,73 @@ def linear_torch(
     workspace: LinearWorkspace | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
+    # [N] float32: of 8-bit weights
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `linear_triton`, and the ``library`` plan; plan and workspace are not looked at."""
+    if scale is not None:
+        acc = accumulator_dtype(x.dtype)
+        product = (F.linear(x.to(acc), weight.to(acc)) * scale.to(acc)).to(x.dtype)
+        return product if out is None else out.copy_(product)
     return F.linear(x, weight) if out is None else torch.mm(x, weight.T, out=out)
 
 
 linear = dispatch(linear_triton, linear_torch)
+
+
+def fused_linear_triton(
+    # [M, K], row stride free
+    x: torch.Tensor,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    # [K]
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    # [M, N], row stride free; may be `out`
+    residual: torch.Tensor | None = None,
+    # [M, N]
+    out: torch.Tensor | None = None,
+    # [N] float32, [2 N] if gated: of 8-bit weights
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the product [M, N] with what surrounds it in a layer (`gemm.gemv` says what).
+
+    Raises `ValueError` for a plan that cannot take that in, or that does not suit the shape.
+    """
+    around = {"norm": norm, "eps": eps, "gated": gated, "residual": residual, "scale": scale}
+    if plan.variant == "gemv":
+        return gemv_triton(x, weight, plan, out=out, **around)
+    if plan.variant == "resident":
+        return resident_linear(x, weight, plan, out=out, **around)
+    raise ValueError(f"{plan.label} computes bare products only")
+
+
+def fused_linear_torch(
+    # [M, K]
+    x: torch.Tensor,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    # [K]
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    # [M, N]
+    residual: torch.Tensor | None = None,
+    # [M, N]
+    out: torch.Tensor | None = None,
+    # [N] float32, [2 N] if gated: of 8-bit weights
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference of `fused_linear_triton`; the plan is not looked at."""
+    return gemv_torch(x, weight, plan, norm=norm, eps=eps, gated=gated, residual=residual, out=out, scale=scale)
+
+
+fused_linear = dispatch(fused_linear_triton, fused_linear_torch)
 
 
 def workspace_for(

@@ -27,7 +27,7 @@ class Pick:
     """How one product is computed."""
 
     plan: LinearPlan = LIBRARY
-    # of the product together with what surrounds it in a layer (`gemm.gemv`); None where that was not faster
+    # of the product together with what surrounds it in a layer (`gemm.fused_linear`); None where that was not faster
     fused: LinearPlan | None = None
 
 

@@ -7,6 +7,8 @@ take one more hop after the wait, but a program needs little shared memory and a
 Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 814 us at 8 rows, 923
 at 32 and 721 at 64, where the library takes 631, 656 and 673.  It is picked nowhere: L2 does not hide the hop.
 
+Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): half the traffic, converted in registers.
+
 Splits of the inputs write partial sums to a workspace; the last program of a tile to arrive adds them in their order.
 """
 
@@ -27,6 +29,7 @@ BLOCK_K = 128
 def _streamed_linear_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     out_ptr,
     partials_ptr,
     counters_ptr,
@@ -41,6 +44,7 @@ def _streamed_linear_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -76,7 +80,9 @@ def _streamed_linear_kernel(
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_rows + k[None, :], mask=(m < num_rows)[:, None] & (k < last)[None, :], other=0.0)
         w = tl.load(w_rows + k[None, :], mask=(n < num_outputs)[:, None] & (k < last)[None, :], other=0.0)
-        acc = tl.dot(x, w.T, acc, input_precision="ieee", out_dtype=ACC)
+        acc = tl.dot(x, w.to(x.dtype).T, acc, input_precision="ieee", out_dtype=ACC)
+    if HAS_SCALE:
+        acc = acc * tl.load(scale_ptr + n, mask=n < num_outputs, other=0.0).to(ACC)[None, :]
     mask = (m < num_rows)[:, None] & (n < num_outputs)[None, :]
     offsets = m.to(tl.int64)[:, None] * num_outputs + n[None, :]
     if SPLITS == 1:
@@ -122,6 +128,8 @@ def streamed_linear(
     workspace: LinearWorkspace | None = None,
     # [M, N]
     out: torch.Tensor | None = None,
+    # [N] float32: of 8-bit weights
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ weight.T [M, N].
 
@@ -143,11 +151,12 @@ def streamed_linear(
     share, pdl = split_inputs(plan, num_inputs), plan.ahead and has_pdl(x)
     # one prefetch a thread
     segments = max(1, 32 * plan.num_warps // plan.block_n)
-    if share % (segments * 8) or share // segments > num_inputs:
+    if share % (segments * 16) or share // segments > num_inputs:
         segments = 0
     _streamed_linear_kernel[(cdiv(num_outputs, plan.block_n), plan.splits, cdiv(num_rows, plan.block_m))](
         x,
         weight,
+        x if scale is None else scale,
         out,
         out if workspace is None else workspace.partials,
         out if workspace is None else workspace.counters,
@@ -162,6 +171,7 @@ def streamed_linear(
         SPLITS=plan.splits,
         STAGES=plan.stages,
         SEGMENTS=segments,
+        HAS_SCALE=scale is not None,
         PDL=pdl,
         num_warps=plan.num_warps,
         launch_pdl=pdl,
@@ -170,15 +180,24 @@ def streamed_linear(
 
 
 def aot_cases() -> list[AotCase]:
-    """Return representative signatures: whole inputs, and split ones."""
+    """Return representative signatures: whole inputs, split ones, and 8-bit weights."""
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
-    workspace = {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
+    others = {"scale_ptr": "*fp32", "partials_ptr": "*fp32", "counters_ptr": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride"), "i32")
     constants: dict[str, object] = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": BLOCK_K, "STAGES": 4, "PDL": True}
     shapes: list[dict[str, object]] = [
-        {"SPLIT_INPUTS": 1024, "SPLITS": 1, "SEGMENTS": 4},
-        {"SPLIT_INPUTS": 768, "SPLITS": 4, "SEGMENTS": 0},
+        {"SPLIT_INPUTS": 1024, "SPLITS": 1, "SEGMENTS": 4, "HAS_SCALE": False},
+        {"SPLIT_INPUTS": 768, "SPLITS": 4, "SEGMENTS": 0, "HAS_SCALE": False},
+        {"SPLIT_INPUTS": 1024, "SPLITS": 1, "SEGMENTS": 4, "HAS_SCALE": True, "BLOCK_M": 64, "BLOCK_N": 64},
     ]
-    signature = pointers | workspace | sizes
+    signature = pointers | others | sizes
     aligned = frozenset(signature) - {"num_rows"}
-    return [AotCase(_streamed_linear_kernel, signature, constants | shape, aligned=aligned) for shape in shapes]
+    return [
+        AotCase(
+            _streamed_linear_kernel,
+            signature | ({"weight_ptr": "*fp8e4nv"} if shape["HAS_SCALE"] else {}),
+            constants | shape,
+            aligned=aligned,
+        )
+        for shape in shapes
+    ]

@@ -6,7 +6,8 @@ the chain rule.  An element costs one exponential in place of a hash and two log
 
 The noise is a pure function of (seed, position, block) and (seed, position, token), so draws are as stateless
 as those of `gumbel_sample`, but they are other tokens.  In one launch the program that arrives last at a row draws;
-in two, programs that sum need no barrier of the whole device and fewer registers (`launches` decides by the batch).
+in two, programs that sum need no barrier of the whole device and fewer registers, and the second launch begins before
+the first has ended (`launches` decides by the batch).
 
 Rows with top-k, top-p or min-p go to `gumbel_truncated`, whose noise is the tokens' own.
 """
@@ -19,6 +20,7 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.sampling._block_draw import block_key, block_logits, key_token, max_or_nan
 from mrv2_kernels.sampling._exp2 import flushed_exp2
 from mrv2_kernels.sampling.gumbel import check_logits, gumbel_sample, gumbel_score
@@ -108,8 +110,11 @@ def _blocked_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Store the L_b of SPAN blocks; unless IS_SPLIT, the program that arrives last at a row draws."""
+    if PDL:
+        gdc_launch_dependents()
     # row by row: the ends of rows lie beside the reading of others
     row = (tl.program_id(0) // GROUPS).to(tl.int64)
     first = tl.program_id(0) % GROUPS * SPAN
@@ -164,8 +169,10 @@ def _pick_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    # written before the first launch began, so read before its end
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
@@ -173,6 +180,8 @@ def _pick_kernel(
     is_plain = True
     if TRUNCATED:
         is_plain = not is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
+    if PDL:
+        gdc_wait()
     if is_plain:
         row_ptr = logits_ptr + row * logits_stride
         masses_ptr += row * num_blocks
@@ -219,6 +228,7 @@ def gumbel_blocked_sample_triton(
             return
     min_p, top_k, top_p = (temperature,) * 3 if truncation is None else truncation[:3]
     launch = launch_of(BLOCKED, num_rows)
+    pdl = launch.is_split and has_pdl(logits)
     num_blocks = cdiv(vocab, _BLOCK)
     num_groups = cdiv(num_blocks, launch.span)
     masses = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
@@ -242,11 +252,22 @@ def gumbel_blocked_sample_triton(
         IS_SPLIT=launch.is_split,
         SPAN=launch.span,
         GROUPS=num_groups,
+        PDL=pdl,
         num_warps=_NUM_WARPS,
     )
     if launch.is_split:
         _pick_kernel[(num_rows,)](
-            *where, min_p, top_k, top_p, masses, vocab, num_blocks, **constants, num_warps=_PICK_WARPS
+            *where,
+            min_p,
+            top_k,
+            top_p,
+            masses,
+            vocab,
+            num_blocks,
+            **constants,
+            PDL=pdl,
+            num_warps=_PICK_WARPS,
+            launch_pdl=pdl,
         )
 
 
@@ -332,6 +353,7 @@ def aot_cases() -> list[AotCase]:
                 "BLOCKS": 64,
                 "BLOCK": _BLOCK,
                 "STEP": _STEP,
+                "PDL": is_split,
             },
             num_warps=_NUM_WARPS,
             aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
@@ -343,7 +365,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             kernel=_pick_kernel,
             signature=_signature(dtype),
-            constexprs={"TRUNCATED": True, "BLOCKS": 64, "BLOCK": _BLOCK, "STEP": _STEP},
+            constexprs={"TRUNCATED": True, "BLOCKS": 64, "BLOCK": _BLOCK, "STEP": _STEP, "PDL": True},
             num_warps=_PICK_WARPS,
             aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
         )

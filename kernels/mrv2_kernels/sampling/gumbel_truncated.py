@@ -15,6 +15,7 @@ import torch
 
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.sampling._block_draw import larger, max_or_nan
 from mrv2_kernels.sampling._select import floor_of
 from mrv2_kernels.sampling.gumbel import gumbel_score
@@ -264,8 +265,11 @@ def _truncated_kernel(
     HOT: tl.constexpr,
     FEW: tl.constexpr,
     COLLECT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Scan one chunk; unless IS_SPLIT, the program that arrives last at a row draws."""
+    if PDL:
+        gdc_launch_dependents()
     # row by row: the ends of rows lie beside the reading of others
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks
@@ -335,22 +339,33 @@ def _draw_kernel(
     HOT: tl.constexpr,
     FEW: tl.constexpr,
     COLLECT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Draw from one row whose chunks are scanned."""
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
+    # written before the first launch began, so read before its end
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
-    if is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab):
-        top_k = tl.load(top_k_ptr + slot)
+    seed = tl.load(seeds_ptr + slot)
+    position = tl.load(positions_ptr + row)
+    min_p = tl.load(min_p_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    is_wanted = is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
+    if PDL:
+        gdc_wait()
+    if is_wanted:
         drawn = _draw_row(
             logits_ptr + row * logits_stride,
             vocab,
-            tl.load(seeds_ptr + slot),
-            tl.load(positions_ptr + row),
+            seed,
+            position,
             temperature,
-            tl.load(min_p_ptr + slot),
+            min_p,
             tl.where(top_k < vocab, tl.maximum(top_k, 0), 0),
-            tl.load(top_p_ptr + slot),
+            top_p,
             scratch_ptr + row * scratch_stride,
             num_chunks,
             LANES,
@@ -384,6 +399,7 @@ def draw_truncated_rows(
     """Write the token of each row that is truncated and random; other rows are left alone.  CUDA only."""
     num_rows, vocab = logits.shape
     launch = launch_of(TRUNCATED, num_rows)
+    pdl = launch.is_split and has_pdl(logits)
     num_chunks = cdiv(vocab, _LANES * _WIDTH * launch.repeats)
     chunks = next_power_of_2(num_chunks)
     scratch = torch.empty(num_rows, chunks * (_LANES + 2) + _HOT + 2 * _FEW, dtype=torch.float32, device=logits.device)
@@ -398,12 +414,15 @@ def draw_truncated_rows(
         *scanned,
         ALL_ROWS=truncation.all_rows,
         IS_SPLIT=launch.is_split,
+        PDL=pdl,
         **constants,
         num_warps=launch.num_warps,
     )
     if launch.is_split:
-        _draw_kernel[(num_rows,)](*where, *limits, *scanned, **constants, num_warps=launch.draw_warps)
-    draw_wide_rows(logits, sampled, logit_slots, positions, temperature, seeds, truncation=truncation)
+        _draw_kernel[(num_rows,)](
+            *where, *limits, *scanned, PDL=pdl, **constants, num_warps=launch.draw_warps, launch_pdl=pdl
+        )
+    draw_wide_rows(logits, sampled, logit_slots, positions, temperature, seeds, truncation=truncation, pdl=pdl)
 
 
 def _constants(launch: TruncatedLaunch, chunks: int) -> dict[str, int]:
@@ -448,7 +467,12 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             kernel=_truncated_kernel,
             signature=_signature(dtype, arrived_ptr="*i32"),
-            constexprs={"ALL_ROWS": launch.is_split, "IS_SPLIT": launch.is_split, **_constants(launch, chunks)},
+            constexprs={
+                "ALL_ROWS": launch.is_split,
+                "IS_SPLIT": launch.is_split,
+                "PDL": launch.is_split,
+                **_constants(launch, chunks),
+            },
             num_warps=launch.num_warps,
             aligned=aligned,
         )
@@ -459,7 +483,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             kernel=_draw_kernel,
             signature=_signature(dtype),
-            constexprs=dict(_constants(two, 32)),
+            constexprs={"PDL": True, **_constants(two, 32)},
             num_warps=two.draw_warps,
             aligned=aligned,
         )

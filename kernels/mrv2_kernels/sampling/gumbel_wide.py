@@ -10,6 +10,7 @@ import torch
 
 from mrv2_kernels._triton import tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_wait
 from mrv2_kernels.sampling.gumbel import gumbel_score
 from mrv2_kernels.sampling.top_k_top_p import truncate_row
 from mrv2_kernels.sampling.truncation import Truncation
@@ -78,7 +79,10 @@ def _wide_kernel(
     vocab,
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
     program = tl.program_id(0).to(tl.int64)
     copy_ptr += program * copy_stride
     scratch_ptr += program * 3 * BLOCK
@@ -111,8 +115,12 @@ def draw_wide_rows(
     seeds: torch.Tensor,
     *,
     truncation: Truncation,
+    pdl: bool = False,
 ) -> None:
-    """Replace each -2 in `sampled` by the row's token; such rows hold no NaN and something above -inf.  CUDA only."""
+    """Replace each -2 in `sampled` by the row's token; such rows hold no NaN and something above -inf.  CUDA only.
+
+    `pdl`: the kernel launched before lets this one start while it runs (`gemm.pdl`).
+    """
     num_rows, vocab = logits.shape
     num_programs = min(num_rows, _MAX_PROGRAMS)
     copy = torch.empty(num_programs, vocab, dtype=torch.float32, device=logits.device)
@@ -136,7 +144,9 @@ def draw_wide_rows(
         vocab,
         FEW=min(_FEW, _BLOCK),
         BLOCK=_BLOCK,
+        PDL=pdl,
         num_warps=_NUM_WARPS,
+        launch_pdl=pdl,
     )
 
 
@@ -163,7 +173,7 @@ def aot_cases() -> list[AotCase]:
                 "num_rows": "i32",
                 "vocab": "i32",
             },
-            constexprs={"FEW": _FEW, "BLOCK": _BLOCK},
+            constexprs={"FEW": _FEW, "BLOCK": _BLOCK, "PDL": True},
             num_warps=_NUM_WARPS,
         )
         for dtype in ("bf16", "fp32")

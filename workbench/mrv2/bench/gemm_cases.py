@@ -14,6 +14,8 @@ DTYPE = torch.bfloat16
 NUM_LAYERS = 28
 # of the norms
 EPS = 1e-6
+# most rows of products that take in what surrounds them: above, x, read anew by each program, outweighs it
+MAX_FUSED_ROWS = 64
 # rows to which a step's batch is padded
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -53,11 +55,20 @@ def candidates(num_rows: int, product: Product) -> list[LinearPlan]:
 
 def fused_candidates(num_rows: int, product: Product) -> list[LinearPlan]:
     """Return the plans to try for a product with what surrounds it in a layer."""
+    if num_rows > MAX_FUSED_ROWS:
+        return []
     plans = _gemv(num_rows, product)
     if product.gated:
         # a program reads two strips of weights
         plans = list(dict.fromkeys(replace(plan, block_n=plan.block_n // 2) for plan in plans))
-    return plans
+    # one row leaves the tensor cores idle
+    resident = _resident(num_rows, product) if num_rows > 1 else []
+    num_outputs = product.num_outputs // (2 if product.gated else 1)
+    return plans + [
+        plan
+        for plan in resident
+        if plan.splits == 1 and why_not(plan, num_rows, num_outputs, product.num_inputs, DTYPE) is None
+    ]
 
 
 def _gemv(num_rows: int, product: Product) -> list[LinearPlan]:

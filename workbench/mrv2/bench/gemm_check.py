@@ -26,7 +26,8 @@ import torch
 
 from mrv2.bench.gemm_cases import DTYPE, EPS, PRODUCTS, Product
 from mrv2_kernels.gemm import LinearPlan, linear, workspace_for
-from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
+from mrv2_kernels.gemm.gemv import gemv_torch
+from mrv2_kernels.gemm.linear import fused_linear
 
 # of the norm of the result; bf16 rounds each element by 0.17 % on average, and a norm before the product rounds too
 TOLERANCE = 1e-2
@@ -42,7 +43,7 @@ class Task:
     num_rows: int
     product: Product
     plan: LinearPlan
-    # with what surrounds it in a layer; gemv only
+    # with what surrounds it in a layer
     fused: bool = False
 
     @property
@@ -164,7 +165,7 @@ def relative_error(task: Task, device: torch.device) -> float:
     outs = [torch.full((task.num_rows, num_outputs), float("nan"), dtype=DTYPE, device=device) for _ in range(2)]
     for out in outs:
         if task.fused:
-            gemv_triton(x, weight, task.plan, norm=norm, eps=EPS, gated=gated, residual=residual, out=out)
+            fused_linear(x, weight, task.plan, norm=norm, eps=EPS, gated=gated, residual=residual, out=out)
         else:
             linear(x, weight, task.plan, workspace, out)
     if not torch.equal(*outs) and not torch.isnan(outs[0]).any():

@@ -8,7 +8,7 @@ holds.  Each reads a part of what the one before wrote.  Per batch size:
 3. chains of all 112 products are timed: all by the library; the fastest of each variant per product; the fastest of
    all per product; and the best found from there by exchanging one product's plan at a time ("picked");
 4. the picked chain is timed once more with the kernels between the products of a layer, and against it, for up to
-   four rows, products that take those in ("fused"); they are picked where they are faster;
+   64 rows, products that take those in ("fused"); they are picked where they are faster;
 5. the picked chain must give the library's result within rounding, and the same bits when its kernels are launched
    one by one.
 
@@ -34,6 +34,7 @@ from mrv2.bench.gemm_cases import (
     BUCKETS,
     DTYPE,
     EPS,
+    MAX_FUSED_ROWS,
     NUM_LAYERS,
     PRODUCTS,
     Product,
@@ -44,8 +45,7 @@ from mrv2.bench.gemm_check import Task, Verdict, check_all
 from mrv2.device import Device
 from mrv2.errors import ConfigError
 from mrv2.instrument import recording
-from mrv2_kernels.gemm import LIBRARY, VARIANTS, LinearPlan, LinearWorkspace, linear, workspace_for
-from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_triton
+from mrv2_kernels.gemm import LIBRARY, VARIANTS, LinearPlan, LinearWorkspace, fused_linear, linear, workspace_for
 from mrv2_kernels.gemm.picks import as_entry
 from mrv2_kernels.layers import rms_norm, silu_and_mul
 
@@ -321,7 +321,7 @@ class _Bucket:
         if self.num_rows in _LATE_TOO:
             self._chain("picked, none ahead", tuple(replace(plan, ahead=False) for plan in plans))
         separate = self._note("picked, in layers", plans, self._layer_work(plans), compare=False)
-        if self.num_rows <= MAX_ROWS:
+        if self.num_rows <= MAX_FUSED_ROWS:
             self._measure_fused(verdicts, separate)
 
     def _times(self, index: int, verdicts: dict[Task, Verdict]) -> dict[LinearPlan, float]:
@@ -456,9 +456,9 @@ class _Bucket:
         def work() -> None:
             for layer in range(NUM_LAYERS):
                 first, second, third, fourth = (layers[layer] for layers in weights)
-                gemv_triton(stream, first, plans[0], norm=norm, eps=EPS, out=qkv)
-                gemv_triton(qkv[:, : PRODUCTS[1].num_inputs], second, plans[1], residual=stream, out=stream)
-                gemv_triton(stream, third, plans[2], norm=norm, eps=EPS, gated=True, out=gated)
-                gemv_triton(gated, fourth, plans[3], residual=stream, out=stream)
+                fused_linear(stream, first, plans[0], norm=norm, eps=EPS, out=qkv)
+                fused_linear(qkv[:, : PRODUCTS[1].num_inputs], second, plans[1], residual=stream, out=stream)
+                fused_linear(stream, third, plans[2], norm=norm, eps=EPS, gated=True, out=gated)
+                fused_linear(gated, fourth, plans[3], residual=stream, out=stream)
 
         return work

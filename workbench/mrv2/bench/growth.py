@@ -1,5 +1,8 @@
 """How a decode step grows with the batch and with the context: its time, its rate, and the host's part of it.
 
+The host's part is all that the engine does but wait; what it takes at the largest batch over what it takes at 8
+requests says whether a step costs the host what changes in it, or a visit to every request.
+
 Requests of one length arrive together; what counts are the steps between the last first token and the first last
 token, in which every request decodes one token.  The clock runs without instruments; the host's busy time comes
 from a recorded pass of the same steps.
@@ -30,6 +33,8 @@ KIND = "mrv2-growth"
 _MAX_SPANS = 1 << 18
 # tokens of each request before the first step that counts
 _MARGIN = 4
+# what a large batch is held against
+_SMALL_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Point:
     context: int
     step_ms: float
     host_ms: float
+    # of `host_ms`, by stage
+    host_stages_ms: dict[str, float]
     device_ms: float
     device_idle: float | None
     tokens_per_second: float
@@ -77,6 +84,7 @@ def measure_growth(
                 context=context,
                 step_ms=step_ms,
                 host_ms=profile.host_ms,
+                host_stages_ms=profile.host_stages_ms,
                 device_ms=profile.device_ms,
                 device_idle=profile.device_idle,
                 tokens_per_second=1e3 * num_requests / step_ms,
@@ -130,7 +138,9 @@ def _floor_seconds(core: EngineCore, num_requests: int, context: int, num_steps:
     step, length = StepWork(), context + _MARGIN + num_steps // 2
     for _ in range(num_requests):
         step.add(1, length, decode=True, yields_token=True)
-    card = CostCard(ModelCost.of(core.model_config, core.executor.model.dtype), num_requests, [step])
+    card = CostCard(
+        ModelCost.of(core.model_config, core.executor.model.dtype, core.config.quantization), num_requests, [step]
+    )
     return card.step_seconds(step, bandwidth)
 
 
@@ -148,6 +158,26 @@ def make_record(core: EngineCore, points: Sequence[Point], limit: Limit) -> dict
     }
 
 
+def host_growth(points: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Return the host's microseconds a step at 8 requests and at the most, with their ratio; None without such points.
+
+    Points of one context count, that of the largest batch.
+    """
+    most = max(points, key=lambda point: point["num_requests"], default=None)
+    if most is None or most["num_requests"] <= _SMALL_BATCH:
+        return None
+    for point in points:
+        if (point["num_requests"], point["context"]) == (_SMALL_BATCH, most["context"]):
+            return {
+                "num_requests": most["num_requests"],
+                "host_us_at_8": 1e3 * point["host_ms"],
+                "host_us_at_most": 1e3 * most["host_ms"],
+                "ratio": most["host_ms"] / point["host_ms"],
+                "host_share_at_most": most["host_ms"] / most["step_ms"],
+            }
+    return None
+
+
 def report(record: dict[str, Any]) -> str:
     """Return the record as a table."""
     lines = [
@@ -161,6 +191,13 @@ def report(record: dict[str, Any]) -> str:
         lines.append(
             f"{each['num_requests']:>9}{each['context']:>9,}{each['step_ms']:>9.3f}{each['host_ms']:>9.3f}"
             f"{each['device_ms']:>10.3f}{idle:>7}{each['tokens_per_second']:>10,.0f}{each['roofline_share']:>9.0%}"
+        )
+    growth = host_growth(record["points"])
+    if growth is not None:
+        lines.append(
+            f"host: {growth['host_us_at_8']:,.0f} us a step at 8 requests, {growth['host_us_at_most']:,.0f} at "
+            f"{growth['num_requests']}, {growth['ratio']:.1f} times as much and {growth['host_share_at_most']:.0%} of "
+            "the step"
         )
     return "\n".join(lines)
 

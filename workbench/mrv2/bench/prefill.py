@@ -120,7 +120,7 @@ def measure_rates(core: EngineCore, prompt_len: int) -> Rates | None:
     pairs = num_prompts * prompt_len * (prompt_len + 1) // 2
     attention_flops = 4 * pairs * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     # every layer has the same products
-    layer = {_part(path): module.weight for path, module in products}
+    layer = {_part(path): module.weight.to(core.executor.model.dtype) for path, module in products}
     torch_dense_s = sum(_product_seconds(core, weight, num_tokens) for weight in layer.values())
     torch_dense_s *= len(products) / len(layer)
     torch_attention_s = config.num_hidden_layers * _attention_seconds(core, num_prompts, prompt_len)

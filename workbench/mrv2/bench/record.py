@@ -70,7 +70,7 @@ def cost_card(core: EngineCore, workload: Workload) -> CostCard:
     """Return the cost card of `workload` under the limits of a loaded engine."""
     return CostCard.of(
         workload,
-        ModelCost.of(core.model_config, core.executor.model.dtype),
+        ModelCost.of(core.model_config, core.executor.model.dtype, core.config.quantization),
         max_num_seqs=core.config.max_num_seqs,
         max_num_batched_tokens=core.config.max_num_batched_tokens,
     )

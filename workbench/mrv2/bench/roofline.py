@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal
 
 import torch
 
@@ -37,13 +38,20 @@ class ModelCost:
     flops_per_attended_pair: int
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype) -> ModelCost:
-        """Count from the shape of the model."""
+    def of(cls, config: ModelConfig, dtype: torch.dtype, quantization: Literal["fp8"] | None = None) -> ModelCost:
+        """Count from the shape of the model; with "fp8" a weight of the layers' products is one byte, a scale four."""
         head_weights = config.vocab_size * config.hidden_size
         embedding_weights = head_weights * (1 if config.tie_word_embeddings else 2)
         layer_weights = config.num_parameters - embedding_weights
+        weight_bytes = (layer_weights + head_weights) * dtype.itemsize
+        if quantization == "fp8":
+            hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+            qkv = (heads + 2 * config.num_key_value_heads) * config.head_dim
+            products = hidden * qkv + heads * config.head_dim * hidden + 3 * hidden * inner
+            scales = qkv + hidden + 2 * inner + hidden
+            weight_bytes += config.num_hidden_layers * (products * (1 - dtype.itemsize) + 4 * scales)
         return cls(
-            weight_bytes=(layer_weights + head_weights) * dtype.itemsize,
+            weight_bytes=weight_bytes,
             kv_bytes_per_token=2
             * config.num_hidden_layers
             * config.num_key_value_heads

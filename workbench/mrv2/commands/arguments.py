@@ -16,6 +16,8 @@ _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "dtype": (str, "auto (as published), float32, bfloat16, float16, or float64 (host only)"),
     "device": (str, "auto (CUDA where there is one), cuda or host"),
     "load_format": (str, "auto, or dummy for random weights"),
+    "quantization": (str, "fp8 keeps the weights of the layers' products as 8-bit floats; default: as they are"),
+    "warm_up": (str, "first_use, or all to compile and capture everything before the first request"),
     "seed": (int, "seeds requests that bring no seed of their own, and dummy weights"),
     "max_model_len": (int, "longest prompt and output together, in tokens"),
     "max_num_seqs": (int, "requests in a step at most"),

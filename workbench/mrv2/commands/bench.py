@@ -160,14 +160,15 @@ def _measure(
     return make_record(core, limits, results)
 
 
-def engine_sizes(num_requests: int, longest: int, longest_of_model: int, device_type: str) -> dict[str, int]:
-    """Return load-time sizes: the same on every GPU; on the host just what the requests need.
+def engine_sizes(num_requests: int, longest: int, longest_of_model: int, device_type: str) -> dict[str, int | str]:
+    """Return load-time options of measurements: all is warm, sizes are the same on every GPU; on the host just what
+    the requests need.
 
     Args:
         longest: tokens of the longest request, prompt and output together.
     """
     if device_type == "cuda":
-        return {"max_num_seqs": 256, "max_model_len": min(_CONTEXT, longest_of_model)}
+        return {"max_num_seqs": 256, "max_model_len": min(_CONTEXT, longest_of_model), "warm_up": "all"}
     max_num_seqs = min(256, num_requests)
     return {
         "max_num_seqs": max_num_seqs,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # the parsed command line, the engine options given on it, where the record goes -> exit code
 PartRun = Callable[[argparse.Namespace, dict[str, Any], "Path | None"], int]
 _GPU_MODEL = "qwen3-0.6b"
+# a measurement neither compiles nor captures
+_WARM: dict[str, Any] = {"warm_up": "all"}
 
 
 # flags of the command that say how workloads are measured
@@ -63,6 +65,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         else:
             one.add_argument(part.flag, metavar=part.metavar, help=part.help)
     group.add_argument("--tune", action="store_true", help="with --samplers: time candidate launches of their kernels")
+    group.add_argument(
+        "--rates",
+        metavar="LIST",
+        help="with --speculation: time per output token of the runners while requests arrive at random, so many a "
+        "second, as in 4,8,16; --spec-method (default: mtp), --num-spec-tokens (default: 1)",
+    )
+    group.add_argument(
+        "--acceptance",
+        metavar="LIST",
+        help="with --speculation: accept draft 1, 2, ... by these shares, whatever the target says (default with "
+        "random weights: 0.8,0.6,0.4)",
+    )
 
 
 def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
@@ -72,6 +86,9 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
     """
     if args.tune and not args.samplers:
         raise ConfigError("--tune belongs to --samplers: mrv2 bench --samplers --tune")
+    for name in ("rates", "acceptance"):
+        if getattr(args, name) is not None and not args.speculation:
+            raise ConfigError(f"--{name} belongs to --speculation: mrv2 bench --speculation --{name} LIST")
     part = next((part for part in PARTS if getattr(args, part.flag.removeprefix("--"))), None)
     if part is None:
         return None
@@ -82,9 +99,9 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
         useless += [flag(name) for name in options if name != "device"]
     if useless:
         raise ConfigError(f"{part.flag} does not take {', '.join(useless)}")
-    if "runners" in given:
+    if "runners" in given and "runners" not in part.reads:
         options["runner"] = args.runners
-    if "modes" in given:
+    if "modes" in given and "modes" not in part.reads:
         if args.modes not in ("sync", "async"):
             raise ConfigError(f"{part.flag} --modes {args.modes}: sync or async")
         options["async_scheduling"] = args.modes == "async"
@@ -142,7 +159,7 @@ def _structured(args: argparse.Namespace, options: dict[str, Any], record_path: 
         is_gpu = device.type == "cuda"
         num_slots = max(2, (64 if is_gpu else 6) // (args.scale or 1))
         sizes = {"max_num_seqs": num_slots, "max_model_len": 512, "max_num_batched_tokens": 2048}
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         outcomes = measure_structured(
             core,
             Tokenizer.from_folder(found.folder),
@@ -158,7 +175,7 @@ def _structured(args: argparse.Namespace, options: dict[str, Any], record_path: 
 
 def _growth(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
     from mrv2.bench.bandwidth import measure_read_bandwidth
-    from mrv2.bench.growth import make_record, measure_growth, points_for, report
+    from mrv2.bench.growth import host_growth, make_record, measure_growth, points_for, report
     from mrv2.engine.core import EngineCore
     from mrv2.options import build_config
 
@@ -173,11 +190,12 @@ def _growth(args: argparse.Namespace, options: dict[str, Any], record_path: Path
             sizes |= {"max_model_len": 512, "num_gpu_blocks": 1 + rows * 32}
         limit = measure_read_bandwidth(device)
         note_loading(model)
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         points = points_for(core, num_steps=num_steps)
         found = measure_growth(core, points, limit.value, num_steps=num_steps, progress=note)
         record = make_record(core, found, limit)
     shown = {"kind": record["kind"], "model": record["model"], "points": len(record["points"])}
+    shown["host_growth"] = host_growth(record["points"])
     return _finish(record, report(record), shown, record_path)
 
 
@@ -194,7 +212,7 @@ def _prefill(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
         if not is_gpu:
             sizes |= {"max_num_batched_tokens": 256, "num_gpu_blocks": 1 + 8 * 32}
         note_loading(model)
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         note("prefill: prompts at once")
         arrivals = measure_arrivals(core, num_prompts, length)
         note("prefill: rates of its kernels")
@@ -216,7 +234,7 @@ def _explain(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
         model = args.model or _GPU_MODEL
         sizes = {"max_num_seqs": 256, "max_model_len": 1024}
         note_loading(model)
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         limit = measure_read_bandwidth(device)
         batches = [n for n in (1, 32, 256) if n <= core.config.max_num_seqs]
         record = make_record(core, measure_budget(core, batches, 256, limit, progress=note), limit)
@@ -249,6 +267,13 @@ def _project(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
 
 
 def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.commands.bench_speculation import compare, is_comparison
+
+    if is_comparison(args, options):
+        with _device(options) as device:
+            record, text, shown = compare(args, options, device)
+        return _finish(record, text, shown, record_path)
+
     from mrv2.bench.speculation import QUESTIONS, headline, loaded_methods, make_record, measure_speculation, report
     from mrv2.commands.generate import DEFAULT_MODEL
     from mrv2.engine.core import EngineCore
@@ -261,8 +286,7 @@ def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path:
     note_loading(model)
     with _device(options) as device:
         found = resolve_model(model)
-        if found.folder is None:
-            raise ConfigError(f"--speculation needs the tokenizer of a model with weights; {model} has none")
+        assert found.folder is not None, "a preset is compared on random prompts"
         if "speculators" not in options:
             heads = [method for method in ("eagle3", "mtp") if shipped_head_of(method, model) is not None]
             options["speculators"] = ["suffix", f"draft_model={model}", *heads]
@@ -270,7 +294,7 @@ def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path:
         scale = args.scale or 1
         sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 2048}
         sizes["max_num_spec_tokens"] = options.get("num_spec_tokens", 3)
-        core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)
+        core = EngineCore(build_config(model, device=device.type, **{**_WARM, **sizes, **options}), device)
         tokenizer = Tokenizer.from_folder(found.folder)
         texts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
@@ -301,9 +325,10 @@ PARTS = (
     ),
     Part(
         "--speculation",
-        "acceptance, speed and step times of every way of drafting, at batch 1 and 8",
+        "acceptance, speed and step times of every way of drafting, at batch 1 and 8; with --runners or --modes the "
+        "same under each of them, with --rates under random arrivals",
         _speculation,
-        reads=("model", "scale", "repetitions"),
+        reads=("model", "scale", "repetitions", "runners", "modes"),
         has_engine=True,
     ),
     Part(

@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         longest = max(map(len, prompts)) + args.max_tokens + 1
         defaults = {
             "dtype": "float32",
+            "warm_up": "all",
             "max_model_len": min(found.config.max_model_len, -(-longest // 64) * 64),
             "max_num_seqs": args.requests,
             "max_num_batched_tokens": max(1024, args.requests),

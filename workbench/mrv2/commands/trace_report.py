@@ -134,11 +134,12 @@ _WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def figures(analysis: Analysis, num_kernels: int = 0) -> dict[str, Any]:
     """Return the headline, bubbles by cause, stages, copies and banners."""
-    copies = analysis.copies()
+    copies, captures = analysis.copies(), analysis.captures()
     found: dict[str, Any] = {
         **headline(analysis),
         "bubble_causes_ns": analysis.overview().causes,
         "stages": analysis.stages().quantiles(),
+        "captured_under": None if captures is None else captures.rows(),
         "copies": None if copies is None else copies.rows(),
         "banners": analysis.banners(),
     }
@@ -163,6 +164,9 @@ def figures_text(analyses: Mapping[str, Analysis], num_kernels: int = 0) -> str:
         (analysis,) = analyses.values()
         stages = analysis.stages()
         parts.append(f"time per {stages.per} ({stages.warmup} warm-up left out):\n{stages}")
+        captures = analysis.captures()
+        if captures is not None:
+            parts.append(f"operations of CUDA graphs, by the ranges that were open at their capture:\n{captures}")
         copies = analysis.copies()
         if copies is not None and len(copies):
             parts.append(f"copies, and how much of them ran beside kernels:\n{copies}")

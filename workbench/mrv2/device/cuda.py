@@ -6,6 +6,7 @@ This file imports without CUDA; only `CudaDevice()` needs it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -122,6 +123,8 @@ class CudaDevice(Device):
         # the pool that all graphs share, and a graph that keeps it: it goes with the last graph that uses it
         self._graph_pool: Any = None
         self._pool_keeper: CudaGraph | None = None
+        # captures that failed: torch's allocators may look at them as long as the process lives
+        self._failed_captures: list[torch.cuda.CUDAGraph] = []
         self._main = cast(CudaStream, self.stream("main"))
         # work done on the stream that was current before, loading say, comes first
         self._main.raw.wait_stream(torch.cuda.current_stream(self.torch_device))
@@ -160,12 +163,29 @@ class CudaDevice(Device):
                 try:
                     fn()
                 except BaseException:
-                    _abandon(graph, self.index)
+                    self._abandon(graph)
                     raise
                 graph.capture_end()
         finally:
             self.capturing = False
         return CudaGraph(graph)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, so that the device is usable again; the first error is the one to see."""
+        try:
+            graph.capture_end()
+            return
+        except RuntimeError:
+            pass
+        # torch's generator would wait for the end of that capture for ever; a copy of it knows of none
+        generator = torch.cuda.default_generators[self.index]
+        generator.graphsafe_set_state(generator.clone_state())
+        # and its allocator would still send allocations to the pool; later graphs get a pool of their own
+        for give_up in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(RuntimeError):
+                give_up(self.index, self._graph_pool)
+        self._failed_captures.append(graph)
+        self._graph_pool, self._pool_keeper = None, None
 
     def memory_info(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.index)
@@ -208,13 +228,3 @@ class CudaDevice(Device):
     def _check_failure(self) -> None:
         if self.closed:
             raise DeviceError("the device is closed; make a new one with make_device()")
-
-
-def _abandon(graph: torch.cuda.CUDAGraph, index: int) -> None:
-    """End a capture that failed, so that the device is usable again; the first error is the one to see."""
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        # torch's generator would wait for the end of that capture for ever; a copy of it knows of none
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-
-import numpy as np
 
 NULL_BLOCK = 0  # never allocated; padding rows of block tables point at it
 
@@ -17,10 +16,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> b
     `extra` carries whatever else decides the block's content: adapter, multimodal content, cache
     salt, and the set of KV cache groups that were filled.  16 bytes of BLAKE2b.
     """
-    digest = hashlib.blake2b(parent, digest_size=16)
-    digest.update(np.asarray(token_ids, dtype=np.int32).tobytes())
-    digest.update(extra)
-    return digest.digest()
+    return hashlib.blake2b(parent + array("i", token_ids).tobytes() + extra, digest_size=16).digest()
 
 
 class BlockPool:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrv2.config import EngineConfig, Knobs
+from mrv2.config import V1_VERIFICATIONS, EngineConfig, Knobs
 from mrv2.device import Device
 from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.executor import UniProcExecutor
@@ -181,6 +181,7 @@ class EngineCore:
     def snapshot(self) -> EngineSnapshot:
         """Return a picture of the engine between two steps."""
         pool, scheduler = self.kv.pool, self.scheduler
+        scheduler.bring_up_to_date()
         num_grammar_running = sum(r.grammar is not None for r in scheduler.running)
         return EngineSnapshot(
             step=scheduler.step,
@@ -213,6 +214,7 @@ class EngineCore:
     def _tell_scheduler(self) -> None:
         """Tell the scheduler who drafts, how much, and how far prompts may stretch a step of decodes."""
         knobs = self.knobs
+        self.scheduler.leave_decodes()
         self.scheduler.prefill_chunk = knobs.prefill_chunk
         self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
         self.scheduler.num_forced_tokens = knobs.num_spec_tokens if knobs.grammar_drafts else 0
@@ -268,7 +270,7 @@ class EngineCore:
         if not rows:
             return None
         # a mask follows from every token before it; one in flight is this step's own
-        while any(request.num_in_flight > 1 and not request.finished for _, request in rows):
+        while self._await_tokens(rows):
             self._settle_oldest()
         set_step(scheduled.step)
         alive = [(row, request) for row, request in rows if not request.finished]
@@ -287,6 +289,11 @@ class EngineCore:
         batch_rows = np.repeat(np.array([row for row, _ in alive], dtype=np.int32), [1 + n for n in counts])
         places = np.concatenate([np.arange(1 + n, dtype=np.int32) for n in counts])
         return GrammarMask(batch_rows, places, bits, chains)
+
+    def _await_tokens(self, rows: list[tuple[int, Request]]) -> bool:
+        """Say whether `rows` of the newest step follow tokens that are still in flight."""
+        self.scheduler.bring_up_to_date([row for row, _ in rows])
+        return any(request.num_in_flight > 1 and not request.finished for _, request in rows)
 
     def _wait_for_grammar(self) -> None:
         """Nothing can run: a grammar is being compiled, or the engine is stuck."""
@@ -344,14 +351,16 @@ class EngineCore:
         return max_tokens
 
     def _warm_up(self) -> None:
-        """Compile every kernel through the real path and capture the graphs, before the first request."""
+        """Compile kernels through the real path and capture graphs, before the first request."""
         if self.device.type == "cuda":
-            self._serve_dummies()
+            with self.executor.clock.part("warm-up requests"):
+                self._serve_dummies()
         self.executor.capture_graphs()
         self.kv.pool.forget_all()
         self._num_admitted = 0
 
     def _serve_dummies(self) -> None:
+        every_kind = self.config.warm_up == "all"
         # the dummies carry a mask and ask for log-probabilities, beside which nobody drafts
         scheduler = self.scheduler
         drafting = scheduler.num_spec_tokens, scheduler.num_forced_tokens
@@ -378,24 +387,25 @@ class EngineCore:
             # outlives the others: a truncated row beside a plain one, then alone, on logits as the model gives them
             SamplingParams(temperature=0.8, top_k=5, top_p=0.9, ignore_eos=True),
         ]
-        for index, params in enumerate(variants[: self.config.max_num_seqs]):
+        for index, params in enumerate(variants[: self.config.max_num_seqs if every_kind else 1]):
             prompt = [(7 * i + index) % vocab for i in range(min(limit, 17 + index))]
             room = self.kv.pool.num_usable * self.kv.block_size - len(prompt)
             if room > 0:
                 params = params.replace(max_tokens=min(3 + index, room))
                 self.add_request(EngineRequest(req_id=f"warm-up-{index}", prompt_token_ids=prompt, params=params))
-                if index == 0:
+                if index == 0 and every_kind:
                     self.scheduler.requests["warm-up-0"].grammar = AnyTokenMatcher()
         while self.has_unfinished:
             self.step()
         scheduler.num_spec_tokens, scheduler.num_forced_tokens = drafting
-        if any(drafting) and self.kv.pool.num_usable > 2:
+        if every_kind and any(drafting) and self.kv.pool.num_usable > 2:
             self._serve_draft_dummies([0] * min(limit, 9))
 
     def _serve_draft_dummies(self, prompt: list[int]) -> None:
         """Verify drafts in each way, of a request that is truncated and of one that is not."""
         knobs = self.knobs
-        for verification in ("token_exact", "standard", "block"):
+        ways = ("token_exact", "standard", "block")
+        for verification in ways if knobs.runner == "v2" else [way for way in ways if way in V1_VERIFICATIONS]:
             # greedy drafts: what the engine keeps no memory for is not asked of it
             changes = {"verification": verification, "draft_sampling": "greedy", "cuda_graphs": "off"}
             self.executor.set_knobs(knobs.with_changes(**changes))

@@ -9,21 +9,27 @@ moves by one, and only requests whose block has filled up need another.  When th
 
 A batch is left for good when a member ends or is preempted, when another request may be admitted, or when its
 last step is launched; then the scheduler looks at every request again.
+
+Until then the batch counts for all its members: their own counters and tokens stay behind, and are brought up to date
+(`show_rows`) when somebody needs them.  So a step costs the host what changes in it, not a visit to every request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mrv2.engine.grammar.backend import GrammarMatcher
-from mrv2.engine.messages import EngineOutput
 from mrv2.engine.request import Request
 
 # up to so many are compared one by one, which is faster than looking them up
 _FEW_STOP_IDS = 8
+# tokens of up to so many rows are taken one by one, for the same reason
+_FEW_ROWS = 4
+# steps whose tokens are kept at most before they go to the requests
+_MAX_COLUMNS = 64
 
 
 @dataclass(slots=True)
@@ -69,16 +75,22 @@ class DecodeBatch:
     yields: np.ndarray = field(init=False)
     # ids that end a request, of all members together
     stop_ids: list[int] = field(init=False)
-    # requests by the step after which their blocks are full, modulo the block size
-    _full_after: list[list[Request]] = field(init=False)
-    # some member follows a grammar
-    has_grammar: bool = field(init=False)
-    # steps launched, and the number of the last one that may be
+    # rows that follow a grammar
+    grammar_rows: list[int] = field(init=False)
+    # rows by the step after which their blocks are full, modulo the block size
+    _full_after: list[list[int]] = field(init=False)
+    # steps launched and settled, and the number of the last one that may be launched
     num_launched: int = 1
+    num_settled: int = 0
     last: int = field(init=False)
+    # [B] each: how many of the launched and settled steps the members' own counters show
+    _launches_shown: list[int] = field(init=False)
+    _settles_shown: list[int] = field(init=False)
+    # [B] int64 each: the tokens of the newest settled steps, every one that some member does not show among them
+    _columns: list[np.ndarray] = field(default_factory=list)
     # rows that reach their length with the last step
     _ending: list[int] = field(init=False)
-    # False once a member has left
+    # False once its members count for themselves
     intact: bool = True
 
     def __post_init__(self) -> None:
@@ -88,10 +100,11 @@ class DecodeBatch:
         self.zeros = np.zeros(len(requests), dtype=np.int32)
         self.yields = np.ones(len(requests), dtype=np.bool_)
         self.stop_ids = sorted(set().union(*{request.stop_ids for request in requests}))
-        self.has_grammar = any(request.grammar is not None for request in requests)
+        self.grammar_rows = [row for row, request in enumerate(requests) if request.grammar is not None]
         self._full_after = [[] for _ in range(self.block_size)]
-        for request in requests:
-            self._full_after[-request.num_computed % self.block_size].append(request)
+        for row, request in enumerate(requests):
+            self._full_after[-request.num_computed % self.block_size].append(row)
+        self._launches_shown, self._settles_shown = [1] * len(requests), [0] * len(requests)
         left = [request.max_len - request.num_known - request.num_in_flight for request in requests]
         self.last = min(left)
         self._ending = [row for row, steps in enumerate(left) if steps == self.last]
@@ -113,20 +126,21 @@ class DecodeBatch:
     def may_go_on(self) -> bool:
         return self.intact and self.num_launched <= self.last
 
-    def full_after(self, index: int) -> list[Request]:
-        """Return the requests whose blocks are full once step `index` has run."""
+    def full_after(self, index: int) -> list[int]:
+        """Return the rows whose blocks are full once step `index` has run."""
         return self._full_after[index % self.block_size]
+
+    def num_computed(self, row: int) -> int:
+        """Return the tokens of a request that are computed once every launched step has run."""
+        return int(self.computed_before[row]) + self.num_launched
 
     def launch(self) -> np.ndarray:
         """Count the next step as launched; return the tokens computed before it. [B] int32"""
-        for request in self.requests:
-            request.num_computed += 1
-            request.num_in_flight += 1
         computed = self.computed_before + np.int32(self.num_launched)
         self.num_launched += 1
         return computed
 
-    def rows_to_watch(self, index: int, sampled: np.ndarray) -> set[int]:
+    def rows_to_watch(self, index: int, sampled: np.ndarray) -> list[int]:
         """Return the rows of step `index` that end with their token of `sampled` [B] int64: stop, error or length."""
         watched = sampled < 0
         if len(self.stop_ids) > _FEW_STOP_IDS:
@@ -134,29 +148,68 @@ class DecodeBatch:
         else:
             for token in self.stop_ids:
                 watched |= sampled == token
-        rows = set(np.flatnonzero(watched).tolist())
-        return rows.union(self._ending) if index == self.last else rows
+        if index == self.last:
+            watched[self._ending] = True
+        return np.flatnonzero(watched).tolist()
 
-    def settle(self, step: int, tokens: list[int], watched: set[int]) -> list[EngineOutput | None]:
-        """Take the tokens of a step, one a row, of all rows that are not `watched`; None where one is.
+    def advance_grammars(self, tokens: list[int], watched: list[int]) -> list[int]:
+        """Advance the grammars of rows that are not `watched` over their tokens; return `watched` with those that end.
 
-        Rows whose grammar does not go on behind their token join `watched`.
+        A grammar that does not go on behind its token stays where it was.
         """
-        if self.has_grammar:
-            for row, (request, token) in enumerate(zip(self.requests, tokens, strict=True)):
-                if request.grammar is not None and row not in watched and not _goes_on(request.grammar, token):
-                    watched.add(row)
-        results: list[EngineOutput | None] = []
-        for row, (request, req_id, token) in enumerate(zip(self.requests, self.req_ids, tokens, strict=True)):
-            if watched and row in watched:
-                results.append(None)
-                continue
-            request.num_confirmed += 1
-            request.num_in_flight -= 1
-            request.token_ids.append(token)
-            request.num_known += 1
-            results.append(EngineOutput(req_id=req_id, new_token_ids=[token], step=step))
-        return results
+        if not self.grammar_rows:
+            return watched
+        seen, ending = set(watched), []
+        for row in self.grammar_rows:
+            grammar = self.requests[row].grammar
+            if grammar is not None and row not in seen and not _goes_on(grammar, tokens[row]):
+                ending.append(row)
+        return sorted([*watched, *ending]) if ending else watched
+
+    def settle(self, sampled: np.ndarray, watched: list[int]) -> None:
+        """Take the tokens of a step, `sampled` [B] int64, of all rows that are not `watched`: those are up to date."""
+        self.show_rows(watched)
+        self.num_settled += 1
+        self._columns.append(sampled)
+        for row in watched:
+            self._settles_shown[row] = self.num_settled
+        if len(self._columns) == _MAX_COLUMNS:
+            self.show_all()
+
+    def pending(self, row: int) -> tuple[int, int]:
+        """Return how many launched and how many settled steps a request's own counters do not show."""
+        return self.num_launched - self._launches_shown[row], self.num_settled - self._settles_shown[row]
+
+    def show_rows(self, rows: Sequence[int]) -> None:
+        """Bring the counters and tokens of some requests up to date."""
+        if not rows:
+            return
+        since = min([self._settles_shown[row] for row in rows])
+        columns = self._columns[len(self._columns) - (self.num_settled - since) :]
+        if len(rows) > _FEW_ROWS and columns:
+            tokens = np.stack(columns)[:, rows].T.tolist()
+        else:
+            tokens = [[int(column[row]) for column in columns] for row in rows]
+        for row, new in zip(rows, tokens, strict=True):
+            launched, settled = self.pending(row)
+            request = self.requests[row]
+            request.num_computed += launched
+            request.num_in_flight += launched - settled
+            request.num_confirmed += settled
+            request.num_known += settled
+            request.token_ids += new[len(new) - settled :]
+            self._launches_shown[row], self._settles_shown[row] = self.num_launched, self.num_settled
+
+    def show_all(self) -> None:
+        """Bring every member up to date."""
+        self.show_rows(range(len(self.requests)))
+        self._columns.clear()
+
+    def dissolve(self) -> None:
+        """From now on every member counts for itself."""
+        if self.intact:
+            self.show_all()
+            self.intact = False
 
 
 def _goes_on(grammar: GrammarMatcher, token: int) -> bool:

@@ -10,11 +10,13 @@ import torch
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.device import Device, make_device
+from mrv2.engine.startup_clock import StartupClock
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
 from mrv2.logits_processor import ProcessorSetup, processor_classes
 from mrv2.runner.async_logprobs import MAX_CHUNK_ROWS
 from mrv2.runner.forward import Buckets, ForwardBuffers, ForwardPass
+from mrv2.runner.graph_demand import GraphDemand
 from mrv2.runner.loaded_drafter import LoadedDrafter, load_drafters
 from mrv2.runner.protocol import AsyncOutput, GrammarMask, Runner, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
@@ -62,21 +64,25 @@ class UniProcExecutor:
 
     def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
         self.config = config
-        self.device = device or make_device(config.device)
+        self.clock = StartupClock()
+        with self.clock.part("device"):
+            self.device = device or make_device(config.device)
         self.knobs = config.knobs
         found = resolve_model(config.model)
         self.model_config = found.config
         # None for a preset, which has no files
         self.model_folder = found.folder
-        self.model = load_model(
-            found.folder if found.folder is not None else found.config,
-            dtype=config.dtype,
-            device=self.device.torch_device,
-            load_format="dummy" if found.folder is None else config.load_format,
-            seed=config.seed,
-            max_model_len=config.max_model_len,
-        )
-        self.drafters = load_drafters(config, self.model, found.folder)
+        with self.clock.part("weights"):
+            self.model = load_model(
+                found.folder if found.folder is not None else found.config,
+                dtype=config.dtype,
+                device=self.device.torch_device,
+                load_format="dummy" if found.folder is None else config.load_format,
+                seed=config.seed,
+                max_model_len=config.max_model_len,
+                quantization=config.quantization,
+            )
+            self.drafters = load_drafters(config, self.model, found.folder)
         if config.draft_probabilities and config.max_num_spec_tokens:
             for drafter in self.drafters:
                 drafter.keep_probabilities(
@@ -98,13 +104,15 @@ class UniProcExecutor:
             padded=self.device.type == "cuda",
             max_uniform=1 + config.max_num_spec_tokens,
         )
-        self.num_kv_blocks = config.num_gpu_blocks or self._blocks_that_fit()
-        self.kv_caches = self._allocate_kv(self.num_kv_blocks)
+        with self.clock.part("memory"):
+            self.num_kv_blocks = config.num_gpu_blocks or self._blocks_that_fit()
+            self.kv_caches = self._allocate_kv(self.num_kv_blocks)
         for drafter in self.drafters:
             drafter.allocate(self.num_kv_blocks, self.device.empty)
         self.model_state.initialize_kv_cache(self.groups, self.kv_caches)
+        self.graph_demand = GraphDemand(lazy=config.warm_up == "first_use")
         self.forward = ForwardPass(
-            self.device, self.model, self.model_state, self.kv_caches, self.buffers, self.buckets
+            self.device, self.model, self.model_state, self.kv_caches, self.buffers, self.buckets, self.graph_demand
         )
         self.resources = RunnerResources(
             device=self.device,
@@ -121,6 +129,7 @@ class UniProcExecutor:
             max_num_spec_tokens=config.max_num_spec_tokens,
             ngram_lengths=(config.ngram_min, config.ngram_max),
             synthetic_acceptance=config.synthetic_acceptance,
+            graph_demand=self.graph_demand,
             knobs=self.knobs,
             drafters=self.drafters,
             suffix_documents=config.suffix_documents if "suffix" in parse_speculators(config.speculators) else 0,
@@ -128,12 +137,15 @@ class UniProcExecutor:
             processor_tables=self.processor_tables,
         )
         self._runners: dict[str, Runner] = {}
-        self.runner = self._runner(self.knobs.runner)
+        with self.clock.part("runner"):
+            self.runner = self._runner(self.knobs.runner)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Launch a step up to its logits."""
         if self.device.poison and scheduled.fresh_block_ids:
             self._poison_blocks(scheduled.fresh_block_ids)
+        if self.graph_demand.asked:
+            self.capture_graphs()
         with stage(stages.EXECUTE_MODEL, scheduled.step):
             self.runner.execute_model(scheduled)
 
@@ -165,14 +177,16 @@ class UniProcExecutor:
         self.runner.drafting.catch_up(self.device.main, method, num_computed)
 
     def capture_graphs(self) -> None:
-        """Capture what the knobs ask for and is not there yet; at load, or at a drained step boundary."""
+        """Capture what is missing under the knobs; at load, or between two steps, of which the device is drained."""
         graph_sets = (self.forward, *self._runner(self.knobs.runner).graph_sets)
         wanted = [graph_set for graph_set in graph_sets if graph_set.missing(self.knobs)]
-        for graph_set in wanted:
-            self._make_inert()
-            graph_set.capture(self.device.main, self.knobs)
-        if wanted:
-            self.device.synchronize("graph capture")
+        with self.clock.part("graphs"):
+            for graph_set in wanted:
+                self._make_inert()
+                graph_set.capture(self.device.main, self.knobs)
+            self.graph_demand.asked.clear()
+            if wanted:
+                self.device.synchronize("graph capture")
 
     def shutdown(self) -> None:
         """Finish queued work and release the device."""
@@ -234,7 +248,13 @@ class UniProcExecutor:
         config = self.config
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
         forward = ForwardPass(
-            self.device, self.model, self.model_state, self._allocate_kv(2), self.buffers, self.buckets
+            self.device,
+            self.model,
+            self.model_state,
+            self._allocate_kv(2),
+            self.buffers,
+            self.buckets,
+            GraphDemand(lazy=False),
         )
         self._make_inert()
         torch.cuda.reset_peak_memory_stats()

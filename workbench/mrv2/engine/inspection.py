@@ -88,6 +88,7 @@ class Inspector:
         if steps:
             self._left = steps
             self._step_in()
+        core.scheduler.bring_up_to_date()
         return Inspection(
             step=core.scheduler.step,
             block_size=core.kv.block_size,

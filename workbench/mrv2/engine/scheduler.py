@@ -23,7 +23,7 @@ from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
-from mrv2.engine.messages import EngineOutput, FinishReason
+from mrv2.engine.messages import EngineOutput, FinishReason, token_outputs
 from mrv2.engine.request import Request, RequestStatus
 from mrv2.engine.scheduler_check import check_scheduler
 from mrv2.engine.scheduler_stats import SchedulerStats
@@ -69,7 +69,7 @@ class Scheduler:
         # requests whose rows the runner gives up with the next step
         self.rows_to_free: list[str] = []
         # the newest step's batch, while it only decodes
-        self._decodes: DecodeBatch | None = None
+        self.decodes: DecodeBatch | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -97,13 +97,13 @@ class Scheduler:
 
     def _schedule_decodes(self) -> SchedulerOutput | None:
         """Schedule the batch of the last step once more; None = every request has to be looked at."""
-        batch = self._decodes
+        batch = self.decodes
         if batch is None or not batch.may_go_on or not self._only_decodes:
             return None
         full = batch.full_after(batch.num_launched - 1)
         if len(full) * self.kv.num_groups > self.kv.pool.num_free:
             return None
-        growing = [request for request in full if request.num_computed == request.capacity]
+        growing = [batch.requests[row] for row in full if batch.num_computed(row) == batch.requests[row].capacity]
         scheduled = SchedulerOutput(
             step=self.step,
             freed_req_ids=sorted(self.rows_to_free),
@@ -116,7 +116,7 @@ class Scheduler:
             new_block_ids=self.kv.add_block(growing),
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=len(batch.requests),
-            has_grammar=batch.has_grammar,
+            has_grammar=bool(batch.grammar_rows),
         )
         self.rows_to_free.clear()
         self.in_flight.append(StepRecord(self.step, batch.entries, batch, batch.num_launched - 1))
@@ -132,6 +132,7 @@ class Scheduler:
 
     def _schedule_all(self) -> SchedulerOutput | None:
         """Look at every running request, then at those that wait."""
+        self.leave_decodes()
         entries: list[ScheduledEntry] = []
         new_requests: list[NewRequest] = []
         new_block_ids: dict[str, tuple[list[int], ...]] = {}
@@ -230,15 +231,20 @@ class Scheduler:
     def _settle_decodes(self, batch: DecodeBatch, index: int, output: StepOutput) -> list[EngineOutput]:
         """Settle step `index` of a batch whose members are all as it left them: only ends need a closer look."""
         sampled = output.sampled_token_ids[:, 0]
-        watched = batch.rows_to_watch(index, sampled)
         tokens = sampled.tolist()
-        results = batch.settle(output.step, tokens, watched)
-        for row in sorted(watched):
-            results[row] = self._settle(batch.entries[row], [tokens[row]], output, row, row)
+        watched = batch.advance_grammars(tokens, batch.rows_to_watch(index, sampled))
+        batch.settle(sampled, watched)
+        results = token_outputs(batch.req_ids, tokens, output.step)
+        for row in watched:
+            result = self._settle(batch.entries[row], [tokens[row]], output, row, row)
+            assert result is not None, "a member of an intact batch is neither finished nor stale"
+            results[row] = result
         if self.kv.enable_prefix_caching:
-            for request in batch.full_after(index):
-                self.kv.publish(request)
-        return [result for result in results if result is not None]
+            full = batch.full_after(index)
+            batch.show_rows(full)
+            for row in full:
+                self.kv.publish(batch.requests[row])
+        return results
 
     def _settle(
         self, entry: ScheduledEntry, tokens: list[int], output: StepOutput, row: int, first_row: int
@@ -271,7 +277,18 @@ class Scheduler:
             request.has_row = False
             request.num_proposed = request.num_forced = 0
         self.rows_to_free.clear()
-        self._decodes = None
+        self.leave_decodes()
+
+    def leave_decodes(self) -> None:
+        """Look at every request again before the next step; until then all counters are up to date."""
+        if self.decodes is not None:
+            self.decodes.dissolve()
+            self.decodes = None
+
+    def bring_up_to_date(self, rows: list[int] | None = None) -> None:
+        """Let the counters and tokens of the newest step's `rows`, or of all requests, show what is done."""
+        if self.decodes is not None:
+            self.decodes.show_all() if rows is None else self.decodes.show_rows(rows)
 
     def use_drafter(self, filling: int, *, lookahead: int, reads_ahead: bool) -> None:
         """Another drafter, or none, fills its cache from now on: requests that it has not followed start over."""
@@ -377,10 +394,10 @@ class Scheduler:
         )
         self.rows_to_free.clear()
         record = StepRecord(self.step, entries)
-        self._decodes = None
+        self.decodes = None
         if self._only_decodes and not (self._has_grammar and self.num_forced_tokens) and DecodeBatch.fits(entries):
             batch = DecodeBatch(entries, scheduled.req_ids, scheduled.num_computed_tokens, self.kv.block_size)
-            self._decodes = record.batch = batch
+            self.decodes = record.batch = batch
         self.in_flight.append(record)
         self.step += 1
         return scheduled
@@ -449,11 +466,9 @@ class Scheduler:
         self.stats.num_discarded_tokens += num_tokens
 
     def _leave_batch(self, request: Request) -> None:
-        """A request ends or is preempted: the batches that count on it are looked at one by one from now on."""
-        batches = [self._decodes, *(record.batch for record in self.in_flight)]
-        for batch in batches:
-            if batch is not None and request in batch.members:
-                batch.intact = False
+        """A request ends or is preempted: if the batch counts on it, requests are looked at one by one from now on."""
+        if self.decodes is not None and request in self.decodes.members:
+            self.decodes.dissolve()
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self._leave_batch(request)

@@ -81,7 +81,7 @@ class Workbench:
         first_load = load if isinstance(load, Load) else Load(pack=load)
         self.options = dict(options)
         self.place = place_of(engine, options.get("device", "auto"))
-        self._llm = LLM(model, engine=self.place, **(knobs or {}), **options)
+        self._llm = LLM(model, engine=self.place, **{"warm_up": "all", **(knobs or {}), **options})
         info = self._llm.client.info
         own = self._llm.tokenizer.eos_token_ids if self._llm.tokenizer is not None else ()
         self.on_cuda = on_cuda(info.config.device)

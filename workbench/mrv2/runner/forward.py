@@ -14,6 +14,7 @@ import torch
 from mrv2.config import Knobs
 from mrv2.device import Device, Graph, Stream
 from mrv2.instrument import stages
+from mrv2.runner.graph_demand import GraphDemand
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.kv_cache import LayerCache
 from mrv2_models.model_state import ForwardBatch, ModelState
@@ -133,6 +134,7 @@ class ForwardPass:
         kv_caches: list[LayerCache],
         buffers: ForwardBuffers,
         buckets: Buckets,
+        demand: GraphDemand,
     ) -> None:
         self.device = device
         self.model = model
@@ -140,6 +142,7 @@ class ForwardPass:
         self.kv_caches = kv_caches
         self.buffers = buffers
         self.buckets = buckets
+        self.demand = demand
         self.graphs: dict[GraphKey, Graph] = {}
 
     def make_batch(
@@ -175,19 +178,26 @@ class ForwardPass:
         if graph is not None:
             stream.run(stages.FORWARD, graph.replay)
             return True
+        if self.demand.lazy and key in self._dispatched(knobs):
+            self.demand.ask(key)
         stream.run(stages.FORWARD, self._forward, batch, self.model_state.prepare_inputs(batch))
         return False
 
     def missing(self, knobs: Knobs) -> list[GraphKey]:
-        """Return the keys that `knobs` will dispatch and that have no graph yet."""
+        """Return the keys that `knobs` dispatch, that are wanted by now and that have no graph yet."""
+        keys = self._dispatched(knobs)
+        return self.demand.missing(keys, (*keys[:1], *keys[-1:]), self.graphs)
+
+    def _dispatched(self, knobs: Knobs) -> list[GraphKey]:
+        """Return the keys that steps under `knobs` replay, largest first."""
         support = self.model_state.graph_support
-        if knobs.cuda_graphs == "off" or support == "none" or self.device.type != "cuda":
+        if knobs.cuda_graphs == "off" or knobs.attention != "triton" or support == "none" or self.device.type != "cuda":
             return []
         keys = self.buckets.capturable(verified_lengths(knobs))
-        return [k for k in keys if k not in self.graphs and (k.uniform_decode or support == "mixed")]
+        return [k for k in keys if k.uniform_decode or support == "mixed"]
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:
-        """Capture what `knobs` will dispatch and is not there yet (CUDA only); the buffers must hold inert rows."""
+        """Capture what is missing under `knobs` (CUDA only); the buffers must hold inert rows."""
         for key in self.missing(knobs):
             batch = self.make_batch(
                 key,

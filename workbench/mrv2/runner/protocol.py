@@ -216,7 +216,7 @@ class GraphSet(Protocol):
     """Graphs of one kind, by key."""
 
     def missing(self, knobs: Knobs) -> Sequence[object]:
-        """Return the keys that `knobs` will dispatch and that have no graph yet."""
+        """Return the keys that `knobs` dispatch, that are wanted by now and that have no graph yet."""
         ...
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:

@@ -9,6 +9,7 @@ from mrv2.config import Knobs
 from mrv2.device import Device
 from mrv2.logits_processor import LogitsProcessor, RowTable
 from mrv2.runner.forward import ForwardPass
+from mrv2.runner.graph_demand import GraphDemand
 from mrv2.runner.loaded_drafter import LoadedDrafter
 from mrv2_models.causal_lm import CausalLM
 
@@ -35,6 +36,8 @@ class RunnerResources:
     ngram_lengths: tuple[int, int]
     # how often draft 1, 2, ... is accepted by verification="synthetic"
     synthetic_acceptance: tuple[float, ...] = ()
+    # which graphs are captured when
+    graph_demand: GraphDemand
     # replaced by the executor between two steps
     knobs: Knobs
     # ended requests whose histories spec_method="suffix" keeps; 0 = it was not loaded

@@ -8,7 +8,7 @@ from mrv2.trace.readers import own
 from mrv2.trace.table import Trace, TraceError
 
 # raise it with every change of what any reader makes of a file
-READER_VERSION = 1
+READER_VERSION = 2
 # smaller recordings are read about as fast as their side-car would be
 MIN_BYTES = 8 << 20
 SUFFIX = ".mrv2-cache.npz"

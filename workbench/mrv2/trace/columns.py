@@ -12,7 +12,7 @@ import numpy as np
 TableName = Literal["ops", "api", "ranges", "syncs", "waits", "overhead", "python"]
 TABLES: tuple[TableName, ...] = ("ops", "api", "ranges", "syncs", "waits", "overhead", "python")
 # columns that hold ids of `Trace.strings`
-TEXT_COLUMNS = ("name", "domain", "category", "stack")
+TEXT_COLUMNS = ("name", "domain", "category", "stack", "captured")
 
 
 class OpKind(IntEnum):
@@ -164,6 +164,7 @@ class Ops(Table):
         "dst_kind": -1,
         "graph_node": -1,
         "graph_id": -1,
+        "captured": -1,
         "step": -1,
     }
 
@@ -190,6 +191,8 @@ class Ops(Table):
     # graph node and graph (or executable graph) that the operation belongs to; -1 none or unknown
     graph_node: Int64
     graph_id: Int64
+    # string id of the ranges that were open when the node was captured, "outer > inner"; -1 none or not recorded
+    captured: Int32
     # step number where the source records one with the operation; -1 unknown
     step: Int64
 

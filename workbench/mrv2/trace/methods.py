@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mrv2.trace.analysis import Analysis, Bubbles, Overview, Stages, Steps, SyncTable
+    from mrv2.trace.analysis import Analysis, Bubbles, Captures, Overview, Stages, Steps, SyncTable
     from mrv2.trace.compare import Align, Comparison
     from mrv2.trace.table import Trace
 
@@ -48,6 +48,10 @@ class TraceMethods:
     def stages(self) -> Stages:
         """Return the durations of each stage."""
         return self.analyze().stages()
+
+    def captures(self) -> Captures | None:
+        """Return the device time of graph nodes by the ranges at their capture; None if no capture was recorded."""
+        return self.analyze().captures()
 
     def compare(self, other: Trace, align: Align = "auto", **settings: Any) -> Comparison:
         """Compare with another trace; differences are other - self.  See `compare.compare`."""

@@ -158,6 +158,8 @@ def event_lines(trace: Trace, index: TimelineIndex, row: Row, i: int) -> list[st
         lines.append(f"step {row.step[i]}")
     if row.corr[i] >= 0:
         lines.append(f"correlation {row.corr[i]}")
+    if row.table == "ops" and (captured := int(trace.ops.captured[row.event[i]])) >= 0:
+        lines.append(f"captured under {_wrapped(trace.name_of(captured))}")
     if row.table == "ops" and (size := int(trace.ops.bytes[row.event[i]])) >= 0:
         rate = f", {size / (end - start):.3g} GB/s" if end > start else ""
         lines.append(f"{format_bytes(size)}{rate}")

@@ -138,9 +138,12 @@ class StepGraphs:
         ):
             return False
         shape = self.buckets.key(scheduled.num_reqs, scheduled.num_reqs, 1)
-        self._graph = self.graphs.get(StepKey(shape, plan.draw.for_graph()))
+        key = StepKey(shape, plan.draw.for_graph())
+        self._graph = self.graphs.get(key)
         if self._graph is not None:
             self._rows, self._knobs = rows, knobs
+        else:
+            self.resources.graph_demand.ask(key)
         return self._graph is not None
 
     def replay(self, scheduled: SchedulerOutput, rows: np.ndarray, main: Stream) -> ReplayedStep:
@@ -177,15 +180,16 @@ class StepGraphs:
         return view
 
     def missing(self, knobs: Knobs) -> list[StepKey]:
-        """Return the keys that `knobs` will dispatch and that have no graph yet."""
+        """Return the keys that `knobs` dispatch, that are wanted by now and that have no graph yet."""
         if not self._may_replay(knobs):
             return []
-        plans = graph_plans(knobs.sampler)
-        keys = [StepKey(shape, plan) for shape in self.buckets.capturable() for plan in plans]
-        return [key for key in keys if key not in self.graphs]
+        plans, shapes = graph_plans(knobs.sampler), self.buckets.capturable()
+        keys = [StepKey(shape, plan) for shape in shapes for plan in plans]
+        first = {StepKey(shapes[0], plan) for plan in plans} | {StepKey(shapes[-1], plans[0])}
+        return self.resources.graph_demand.missing(keys, first, self.graphs)
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:
-        """Capture what `knobs` will dispatch and is not there yet; the upload must hold a step of no requests."""
+        """Capture what is missing under `knobs`; the upload must hold a step of no requests."""
         forward = self.resources.forward
         for key in self.missing(knobs):
             batch = forward.make_batch(key.shape, num_reqs=key.shape.num_reqs, max_query_len=1, knobs=knobs)

@@ -1,6 +1,7 @@
 """Figures from traces: steps, overlap, bubbles with causes, sync points, launches, stages."""
 
 from mrv2.trace.analysis.bubbles import Bubbles
+from mrv2.trace.analysis.captures import Captures
 from mrv2.trace.analysis.launches import Launches
 from mrv2.trace.analysis.model import Analysis
 from mrv2.trace.analysis.overlap import CopyOverlap, DeviceFigures, Overview
@@ -16,6 +17,7 @@ __all__ = [
     "Analysis",
     "Attribution",
     "Bubbles",
+    "Captures",
     "CopyOverlap",
     "DeviceFigures",
     "Launches",

@@ -20,6 +20,7 @@ from mrv2.trace.table import OpKind, Trace, TraceError
 
 if TYPE_CHECKING:
     from mrv2.trace.analysis.bubbles import Bubbles
+    from mrv2.trace.analysis.captures import Captures
     from mrv2.trace.analysis.launches import Launches
     from mrv2.trace.analysis.overlap import CopyOverlap, Overview
     from mrv2.trace.analysis.projection import Projection
@@ -244,6 +245,12 @@ class Analysis:
         from mrv2.trace.analysis.projection import project
 
         return project(self, policy or self.policy)
+
+    def captures(self) -> Captures | None:
+        """Return the device time of graph nodes by the ranges at their capture; None if no capture was recorded."""
+        from mrv2.trace.analysis.captures import capture_table
+
+        return capture_table(self)
 
     def stages(self) -> Stages:
         """Return the durations of each stage, on the host and on the device."""

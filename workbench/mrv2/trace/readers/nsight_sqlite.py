@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mrv2.trace.readers import nsight_host, nsight_nvtx, nsight_ops
+from mrv2.trace.readers.nsight_captures import note_captures
 from mrv2.trace.readers.sqlite_source import SqliteSource, export_info, open_sqlite
 from mrv2.trace.strings import StringPool
 from mrv2.trace.table import Coverage, OpKind, PythonFrames, Ranges, Trace, TraceError, Waits
@@ -56,6 +57,7 @@ def _read(source: SqliteSource, info: dict[str, str], path: Path) -> Trace:
     coverage.set("python", 0, recorded=False, reason="Nsight Systems keeps Python frames out of its SQLite export")
     trace.python = PythonFrames.make()
     trace.strings = pool.values
+    note_captures(source, trace, pool, coverage)
     trace.meta = _meta(source, info, path, trace, result.granularity, end)
     _note_missing_graphs(trace)
     _unpack_processes(trace, nsight_host.read_threads(source, texts))

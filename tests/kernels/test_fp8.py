@@ -1,0 +1,109 @@
+"""Weights as 8-bit floats: what is lost is what the format loses, and the products lose nothing more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrv2_kernels.gemm import FP8, LinearPlan, fp8_picks, linear, quantise_rows, why_not
+from mrv2_kernels.gemm.fp8 import FP8_MAX, dequantise_rows
+from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
+
+SHAPES = ((960, 576), (192, 1536), (48, 64), (80, 272))
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
+
+
+def made_up(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return x, quantised weights whose rows differ in size a thousandfold, and their scales."""
+    torch.manual_seed(0)
+    x = torch.randn(2 * num_rows, num_inputs + 16, dtype=torch.float64).to(dtype)[::2, :num_inputs]
+    rows = torch.logspace(-2, 1, num_outputs, dtype=torch.float64)[:, None]
+    weight, scale = quantise_rows(torch.randn(num_outputs, num_inputs, dtype=torch.float64) / num_inputs**0.5 * rows)
+    return x, weight, scale
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.double() @ (weight.to(torch.float64) * scale.double()[:, None]).T
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare each output's column by its own norm: a wrong scale of a small row must show."""
+    error = ((actual.double() - expected).norm(dim=0) / expected.norm(dim=0)).max()
+    assert error <= 4 * TOLERANCE[actual.dtype], f"relative error {error}"
+
+
+def test_a_weight_is_off_by_half_a_step_of_the_format_at_most() -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(64, 512) * torch.logspace(-6, 4, 64)[:, None]
+    quantised, scale = quantise_rows(weight)
+    assert quantised.dtype == FP8 and scale.dtype == torch.float32
+    error = (quantised.float() * scale[:, None] - weight).abs()
+    # three bits of mantissa; below the smallest normal number, 2 ** -6, steps of 2 ** -9
+    allowed = torch.maximum(weight.abs() * 2**-4, scale[:, None] * 2**-10)
+    assert (error <= 1.001 * allowed).all()
+    assert (quantised.float().abs().amax(dim=1) == FP8_MAX).all(), "each row uses the whole range"
+
+
+def test_a_row_of_zeros_stays_one() -> None:
+    weight = torch.zeros(2, 32)
+    weight[1, 3] = -5.0
+    quantised, scale = quantise_rows(weight)
+    assert torch.equal(quantised.float() * scale[:, None], weight) and scale.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_rows", [1, 7, 33])
+@pytest.mark.parametrize("num_outputs, num_inputs", SHAPES)
+def test_streamed(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+    x, weight, scale = made_up(num_rows, num_outputs, num_inputs, dtype)
+    out = linear.triton(x, weight, LinearPlan("streamed", block_m=32, block_n=32), scale=scale)
+    assert out.dtype == dtype
+    assert_close(out, exact(x, weight, scale))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("everything", [False, True])
+def test_gemv_with_what_surrounds_it(num_rows: int, everything: bool) -> None:
+    x, weight, scale = made_up(num_rows, 96, 272, torch.float32)
+    around: dict = {"scale": scale}
+    if everything:
+        around |= {"norm": torch.rand(272) + 0.5, "eps": 1e-6, "gated": True, "residual": torch.randn(num_rows, 48)}
+    got = gemv_triton(x, weight, LinearPlan("gemv", block_n=8), **around)
+    assert torch.allclose(got, gemv_torch(x, weight, **around), rtol=2e-5, atol=2e-5)
+    double = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in around.items()}
+    full = (weight.double() * scale.double()[:, None]).contiguous()
+    assert torch.allclose(
+        got.double(), gemv_torch(x.double(), full, **(double | {"scale": None})), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *TOLERANCE])
+def test_the_reference_rounds_once(dtype: torch.dtype) -> None:
+    x, weight, scale = made_up(5, 80, 272, dtype)
+    got, want = linear.torch(x, weight, scale=scale), exact(x, weight, scale)
+    assert torch.allclose(got.double(), want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
+    out = torch.full_like(got, float("nan"))
+    assert torch.equal(linear.torch(x, weight, scale=scale, out=out), got) and torch.equal(out, got)
+
+
+def test_the_library_takes_weights_of_sixteen_bits() -> None:
+    _, weight, scale = made_up(1, 48, 4112, torch.float32)
+    for dtype in (torch.float16, torch.float32):
+        got = dequantise_rows.triton(weight, scale, dtype)
+        assert torch.equal(got, dequantise_rows.torch(weight, scale, dtype))
+        assert torch.equal(got, (weight.float() * scale[:, None]).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "num_outputs, num_inputs", [(4096, 1024), (1024, 3072), (6144, 1024), (28672, 4096), (4096, 14336)]
+)
+def test_every_product_has_a_plan_that_suits_it(num_outputs: int, num_inputs: int) -> None:
+    picks = fp8_picks(torch.device("cuda"), torch.bfloat16, num_outputs, num_inputs)
+    for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 264, 8192):
+        pick = picks.at(num_rows)
+        assert why_not(pick.plan, num_rows, num_outputs, num_inputs, torch.bfloat16) is None, (
+            num_rows,
+            pick.plan.label,
+        )
+        assert (pick.plan.variant == "library") == (num_rows > 256)
+    assert fp8_picks(torch.device("cpu"), torch.bfloat16, num_outputs, num_inputs).at(1).plan.variant == "library"
