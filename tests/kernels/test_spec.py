@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
+from mrv2_kernels.spec.chain import draft_from_chains
 from mrv2_kernels.spec.expand import expand_logit_rows
 from mrv2_kernels.spec.ngram import propose_ngram
 from mrv2_kernels.spec.verify import verify_token_exact
@@ -128,3 +129,61 @@ def test_a_missing_draft_is_a_legal_token_for_the_model(twin) -> None:
     drafts = torch.tensor([[-1, -1]])
     twin(ids, indices, int32([0]), int32([0, 3]), int32([9]), int32([4]), torch.tensor([8]), drafts, int32([0, 3]))
     assert ids.tolist() == [8, 0, 0] and indices.tolist() == [0, 1, 2]
+
+
+def chain_plain(others: list[int], history: list[int], start: int, chain: list[int], k: int, keep: bool) -> list[int]:
+    done = len(history) - start
+    holds = 0 <= done < len(chain) and history[start:] == chain[:done]
+    ours = chain[done : done + k] if holds else []
+    agrees = others[: len(ours)] == ours
+    rest = others if keep and agrees else [-1] * len(others)
+    return ours + rest[len(ours) :]
+
+
+@pytest.mark.parametrize("twin", [draft_from_chains.torch, draft_from_chains.triton])
+@pytest.mark.parametrize("keep", [False, True])
+def test_drafts_come_from_a_chain_that_the_history_has_kept_to(twin, keep: bool) -> None:
+    """Histories ahead of, inside, behind and off their chain; other requests' rows are not touched."""
+    num_held = num_kept = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        num_rows, k_max, width = 7, int(rng.integers(1, 6)), int(rng.integers(1, 12))
+        k = int(rng.integers(0, k_max + 1))
+        slots = rng.permutation(num_rows)[:5]
+        batch_rows = rng.permutation(5)[:3]
+        # rows behind the history, and behind a chain, hold what nobody may take for tokens
+        token_ids = torch.full((num_rows, 40), 999, dtype=torch.int32)
+        chains = torch.full((3, width), 998, dtype=torch.int32)
+        drafts = torch.from_numpy(rng.integers(-1, 4, (num_rows, k_max)))
+        before, total_len, starts, lengths = drafts.clone(), int32([0] * num_rows), int32([0] * 3), int32([0] * 3)
+        wanted = {}
+        for c, batch_row in enumerate(batch_rows):
+            slot, length = int(slots[batch_row]), int(rng.integers(0, width + 1))
+            chain = rng.integers(0, 4, length).tolist()
+            history = rng.integers(0, 4, int(rng.integers(1, 20))).tolist()
+            start = len(history) + int(rng.integers(-1, 2))
+            history += [*chain[: int(rng.integers(width + 1))], *([1] if rng.random() < 0.3 else [])]
+            if length and rng.random() < 0.5:
+                done = len(history) - start
+                drafts[slot, : len(chain[done:])] = torch.tensor(chain[done:][:k_max]) if 0 <= done < length else 3
+                before[slot] = drafts[slot]
+            token_ids[slot, : len(history)] = int32(history)
+            total_len[slot], starts[c], lengths[c] = len(history), start, length
+            chains[c, :length] = int32(chain)
+            wanted[slot] = chain_plain(before[slot].tolist(), history, start, chain, k, keep)
+            num_held += wanted[slot] != chain_plain(before[slot].tolist(), history, start, [], k, keep)
+            num_kept += keep and wanted[slot] == before[slot].tolist()
+        batch = int32(batch_rows.tolist()), starts, lengths, chains, int32(slots.tolist()), token_ids, total_len
+        twin(drafts, *batch, num_draft_tokens=k, keep_others=keep)
+        for slot in range(num_rows):
+            assert drafts[slot].tolist() == wanted.get(slot, before[slot].tolist()), (seed, slot)
+    assert num_held > 10 and (num_kept > 10 or not keep)
+
+
+def test_no_chain_is_no_launch() -> None:
+    drafts, none = torch.full((2, 3), 5), int32([])
+    chains = torch.zeros((0, 4), dtype=torch.int32)
+    draft_from_chains.triton(
+        drafts, none, none, none, chains, int32([0]), int32([[1]]), int32([1, 1]), num_draft_tokens=3, keep_others=False
+    )
+    assert (drafts == 5).all()

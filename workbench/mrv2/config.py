@@ -77,6 +77,14 @@ class Knobs:
         "bring the most tokens for their cost (draft_cost at load).",
         "Draft stages that vanish, and forwards that get shorter, while drafts are refused.",
     )
+    grammar_drafts: bool = _knob(
+        False,
+        "T",
+        "Draft what a grammar forces, as the keys of a JSON object: up to num_spec_tokens tokens a step of the text "
+        "that must follow, as the tokenizer spells it; beside spec_method, whose drafts stand back, or with "
+        "spec_method='off' for requests under a grammar alone. It is known one step after what decided it.",
+        "Fewer steps for structured outputs; a draft stage, and a longer forward, only while something is forced.",
+    )
     verification: Literal["token_exact", "standard", "block", "synthetic"] = _knob(
         "token_exact",
         "D",
@@ -146,6 +154,9 @@ class Knobs:
         if self.runner == "v1" and self.spec_method != "off":
             self._check_v1_speculation()
 
+        if self.grammar_drafts:
+            self._check_grammar_drafts()
+
         if self.runner == "v1" and self.sampler not in SAME_TOKEN_SAMPLERS:
             raise ConfigError(
                 f"runner='v1' cannot draw the tokens of sampler={self.sampler!r}: set sampler='softmax_race', which is "
@@ -173,15 +184,31 @@ class Knobs:
                 "runner='v2' or spec_method='off'"
             )
 
+    def _check_grammar_drafts(self) -> None:
+        if not self.num_spec_tokens:
+            raise ConfigError("grammar_drafts=True drafts up to num_spec_tokens tokens a step: set it to at least 1")
+        if self.runner == "v1":
+            raise ConfigError(
+                "runner='v1' cannot draft by grammar_drafts=True: what a grammar forces is staged on the device for "
+                "the end of the step before, and v1 looks its up on the host; set runner='v2' or grammar_drafts=False"
+            )
+        if self.draft_sampling == "sampled" and self.verification in ("standard", "block"):
+            raise ConfigError(
+                f"grammar_drafts=True cannot be verified by {self.verification!r} with draft_sampling='sampled': what "
+                "a grammar forces takes the place of drafts whose probabilities the verification would use; set "
+                "draft_sampling='greedy' or verification='token_exact'"
+            )
+
     @property
     def drafting(self) -> bool:
-        """True if requests get drafts."""
+        """True if some method drafts for every request."""
         return self.spec_method != "off" and self.num_spec_tokens > 0
 
     def promises_tokens_of(self, other: Knobs) -> bool:
         """Say whether both settings give a request the same tokens, and not just the same distribution."""
-        if any(knobs.drafting and knobs.verification != "token_exact" for knobs in (self, other)):
-            return False
+        for knobs in (self, other):
+            if knobs.verification != "token_exact" and (knobs.drafting or knobs.grammar_drafts):
+                return False
         return self.sampler == other.sampler or {self.sampler, other.sampler} <= set(SAME_TOKEN_SAMPLERS)
 
     @property
@@ -324,10 +351,11 @@ class EngineConfig:
                 f"prefill_chunk={knobs.prefill_chunk} cuts prompts, which enable_chunked_prefill=False forbids; "
                 "set one of them otherwise"
             )
-        if knobs.spec_method != "off" and knobs.num_spec_tokens > self.max_num_spec_tokens:
+        if (knobs.spec_method != "off" or knobs.grammar_drafts) and knobs.num_spec_tokens > self.max_num_spec_tokens:
             raise ConfigError(
-                f"spec_method={knobs.spec_method!r} with num_spec_tokens={knobs.num_spec_tokens}: the engine was "
-                f"loaded with max_num_spec_tokens={self.max_num_spec_tokens}; load it with more, or draft less"
+                f"spec_method={knobs.spec_method!r}, grammar_drafts={knobs.grammar_drafts} with "
+                f"num_spec_tokens={knobs.num_spec_tokens}: the engine was loaded with "
+                f"max_num_spec_tokens={self.max_num_spec_tokens}; load it with more, or draft less"
             )
         by_probability = knobs.verification in ("standard", "block")
         if method in MODEL_METHODS and knobs.draft_sampling == "sampled" and by_probability:

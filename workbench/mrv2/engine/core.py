@@ -33,6 +33,7 @@ from mrv2.device import Device
 from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.executor import UniProcExecutor
 from mrv2.engine.grammar.backend import AnyTokenMatcher
+from mrv2.engine.grammar.chains import chains_of
 from mrv2.engine.grammar.masks import fill_masks
 from mrv2.engine.grammar.queue import GrammarQueue
 from mrv2.engine.kv_cache_manager import KVCacheManager
@@ -175,7 +176,7 @@ class EngineCore:
             self.executor.graphs.postpone(knobs)
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
-        rules = [(k.spec_method, k.verification, k.draft_sampling) for k in (self.knobs, knobs)]
+        rules = [(k.spec_method, k.verification, k.draft_sampling, k.grammar_drafts) for k in (self.knobs, knobs)]
         if rules[0] != rules[1]:
             self.scheduler.forget_drafts()
         self.knobs = knobs
@@ -213,6 +214,8 @@ class EngineCore:
             capture=self.executor.graphs.progress(self.knobs),
             num_drafted=list(scheduler.stats.num_drafted),
             num_accepted=list(scheduler.stats.num_accepted),
+            num_forced_drafted=sum(scheduler.stats.forced.num_drafted),
+            num_forced_accepted=sum(scheduler.stats.forced.num_accepted),
             requests={r.req_id: (r.num_computed, r.num_known) for r in scheduler.running},
         )
 
@@ -231,6 +234,7 @@ class EngineCore:
         self.scheduler.leave_decodes()
         self.scheduler.prefill_chunk = knobs.prefill_chunk
         self.scheduler.num_spec_tokens = knobs.num_spec_tokens if knobs.drafting else 0
+        self.scheduler.num_forced_tokens = knobs.num_spec_tokens if knobs.grammar_drafts else 0
         # what was learnt of one way of drafting says nothing of another
         self.scheduler.adaptive = AdaptiveDrafts(self.config.draft_cost) if knobs.adaptive_drafts else None
         filling, extra, behind = 0, 1, []
@@ -291,15 +295,18 @@ class EngineCore:
         if not alive:
             return None
         counts = [int(scheduled.num_draft_tokens[row]) for row, _ in alive]
+        num_forced = self.scheduler.num_forced_tokens
         drafted = [request.req_id for (_, request), count in zip(alive, counts, strict=True) if count]
         found = iter(self.executor.take_drafts(drafted).tolist() if drafted else [])
         drafts = [next(found)[:count] if count else [] for count in counts]
         with stage(stages.FILL_GRAMMAR_MASK, scheduled.step):
             bits = self.executor.take_grammar_bits(scheduled.step, len(alive) + sum(counts))
-            fill_masks([request for _, request in alive], drafts, bits)
+            requests = [request for _, request in alive]
+            filled = fill_masks(requests, drafts, bits, 1 + num_forced if num_forced else 0)
+            chains = chains_of([row for row, _ in alive], requests, filled, num_forced) if num_forced else None
         batch_rows = np.repeat(np.array([row for row, _ in alive], dtype=np.int32), [1 + n for n in counts])
         places = np.concatenate([np.arange(1 + n, dtype=np.int32) for n in counts])
-        return GrammarMask(batch_rows, places, bits)
+        return GrammarMask(batch_rows, places, bits, chains)
 
     def _await_tokens(self, rows: list[tuple[int, Request]]) -> bool:
         """Say whether `rows` of the newest step follow tokens that are still in flight."""
@@ -373,7 +380,9 @@ class EngineCore:
     def _serve_dummies(self) -> None:
         every_kind = self.config.warm_up == "all"
         # the dummies carry a mask and ask for log-probabilities, beside which nobody drafts
-        num_spec_tokens, self.scheduler.num_spec_tokens = self.scheduler.num_spec_tokens, 0
+        scheduler = self.scheduler
+        drafting = scheduler.num_spec_tokens, scheduler.num_forced_tokens
+        scheduler.num_spec_tokens = scheduler.num_forced_tokens = 0
         vocab, limit = self.executor.vocab_size, min(self.max_model_len - 1, self.config.max_num_batched_tokens)
         variants = [
             SamplingParams(temperature=0.0, ignore_eos=True),
@@ -406,8 +415,8 @@ class EngineCore:
                     self.scheduler.requests["warm-up-0"].grammar = AnyTokenMatcher()
         while self.has_unfinished:
             self.step()
-        self.scheduler.num_spec_tokens = num_spec_tokens
-        if every_kind and num_spec_tokens and self.kv.pool.num_usable > 2:
+        scheduler.num_spec_tokens, scheduler.num_forced_tokens = drafting
+        if every_kind and any(drafting) and self.kv.pool.num_usable > 2:
             self._serve_draft_dummies([0] * min(limit, 9))
 
     def _serve_draft_dummies(self, prompt: list[int]) -> None:
@@ -421,6 +430,8 @@ class EngineCore:
             for top_k in (0, 5):
                 params = SamplingParams(temperature=0.5, top_k=top_k, max_tokens=8, ignore_eos=True)
                 self.add_request(EngineRequest(req_id="warm-up-drafts", prompt_token_ids=prompt, params=params))
+                if self.knobs.grammar_drafts:
+                    self.scheduler.requests["warm-up-drafts"].grammar = AnyTokenMatcher()
                 while self.has_unfinished:
                     self.step()
         self.executor.set_knobs(knobs)

@@ -41,6 +41,8 @@ class ScheduledEntry:
     num_tokens: int
     yields_token: bool
     num_drafts: int = 0
+    # the first of them that a grammar forced
+    num_forced: int = 0
 
 
 @dataclass(slots=True)

@@ -189,6 +189,9 @@ class EngineSnapshot:
     # by draft position since start: drafts that the target saw, and those that it accepted
     num_drafted: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
+    # those among them that a grammar forced
+    num_forced_drafted: int = 0
+    num_forced_accepted: int = 0
     # running request ids -> (computed tokens, known tokens)
     requests: dict[str, tuple[int, int]] = field(default_factory=dict)
     # steps that may be in flight now: the knobs' depth, at most 2 while a running request follows a grammar

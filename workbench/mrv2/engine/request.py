@@ -55,6 +55,8 @@ class Request:
     num_drafts_in_flight: int = 0
     # drafts that its newest step leaves behind for the next one
     num_proposed: int = 0
+    # those of them, or beyond them, that its grammar forces
+    num_forced: int = 0
     # of the outputs that have arrived
     drafts: DraftCounts = field(default_factory=DraftCounts)
     num_stale: int = 0

@@ -56,6 +56,8 @@ class Scheduler:
         self.in_flight: deque[StepRecord] = deque()
         # drafts that each decoding request gets in a step
         self.num_spec_tokens = 0
+        # most drafts that a request gets from its grammar
+        self.num_forced_tokens = 0
         # None = all of them in every step
         self.adaptive: AdaptiveDrafts | None = None
         # drafts for the step behind the one that is being scheduled
@@ -273,7 +275,7 @@ class Scheduler:
         assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the runner"
         for request in self.running:
             request.has_row = False
-            request.num_proposed = 0
+            request.num_proposed = request.num_forced = 0
         self.rows_to_free.clear()
         self.leave_decodes()
 
@@ -301,7 +303,7 @@ class Scheduler:
     def forget_drafts(self) -> None:
         """What was drafted so far is not for the verification to come."""
         for request in self.running:
-            request.num_proposed = 0
+            request.num_proposed = request.num_forced = 0
 
     def check(self) -> None:
         """Assert the equations that hold between two calls (`scheduler_check`)."""
@@ -309,14 +311,12 @@ class Scheduler:
 
     def _num_drafts(self, request: Request, budget: int) -> int:
         """Return the drafts that a decoding request gets in this step."""
-        if not self.num_spec_tokens:
+        if request.num_computed < request.prompt_len:
             return 0
         room = min(request.max_len - 1 - request.num_computed, budget) - 1
-        return (
-            max(0, min(self.num_spec_tokens, request.num_proposed, room))
-            if request.num_computed >= request.prompt_len
-            else 0
-        )
+        proposed = min(self.num_spec_tokens, request.num_proposed)
+        forced = min(self.num_forced_tokens, request.num_forced)
+        return max(0, min(max(proposed, forced), room))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
         """Return new blocks for `request`, preempting the last in order of service; None if that is itself."""
@@ -355,7 +355,8 @@ class Scheduler:
         request.num_drafts_in_flight += num_drafts
         request.num_proposed = self._num_next_drafts if yields_token else 0
         self._has_grammar |= request.grammar is not None
-        return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts)
+        num_forced, request.num_forced = min(request.num_forced, num_drafts), 0
+        return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts, num_forced)
 
     def _new_row(self, request: Request) -> NewRequest:
         request.has_row = True
@@ -394,7 +395,7 @@ class Scheduler:
         self.rows_to_free.clear()
         record = StepRecord(self.step, entries)
         self.decodes = None
-        if self._only_decodes and DecodeBatch.fits(entries):
+        if self._only_decodes and not (self._has_grammar and self.num_forced_tokens) and DecodeBatch.fits(entries):
             batch = DecodeBatch(entries, scheduled.req_ids, scheduled.num_computed_tokens, self.kv.block_size)
             self.decodes = record.batch = batch
         self.in_flight.append(record)
@@ -406,7 +407,9 @@ class Scheduler:
         accepted = num_sampled - 1
         for counts in (self.stats.drafts, request.drafts):
             counts.add(entry.num_drafts, accepted)
-        if self.adaptive is not None:
+        if entry.num_forced:
+            self.stats.forced.add(entry.num_forced, min(accepted, entry.num_forced))
+        elif self.adaptive is not None:
             self.adaptive.observe(entry.num_drafts, accepted)
         if current:
             rejected = entry.num_drafts - accepted

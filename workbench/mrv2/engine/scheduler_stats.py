@@ -14,6 +14,8 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    # of these, the ones that a grammar forced
+    forced: DraftCounts = field(default_factory=DraftCounts)
     num_stale_delivered: int = 0
     # steps launched for a request after the one that ended it, by finish reason
     num_wasted_steps: dict[str, int] = field(default_factory=dict)

@@ -80,10 +80,10 @@ def _mixed_sizes(limit: int) -> list[int]:
 
 def verified_lengths(knobs: Knobs) -> tuple[int, ...]:
     """Return the query lengths that batches of decodes and verifications usually have: a graph for each."""
-    if not knobs.drafting:
+    if not (knobs.drafting or knobs.grammar_drafts):
         return (1,)
     most = 1 + knobs.num_spec_tokens
-    return tuple(range(1, most + 1)) if knobs.adaptive_drafts else (1, most)
+    return tuple(range(1, most + 1)) if knobs.adaptive_drafts or knobs.grammar_drafts else (1, most)
 
 
 def padded_query_len(scheduled: SchedulerOutput, knobs: Knobs) -> int:

@@ -113,6 +113,19 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
+class DraftChains:
+    """What requests of a step must or will say by their grammar, as drafts for the step behind it."""
+
+    # [C] int32: index of the request in `SchedulerOutput.req_ids`
+    batch_rows: np.ndarray
+    # [C] int32: position of the first token in the request's history, and number of tokens
+    starts: np.ndarray
+    lengths: np.ndarray
+    # [C, M] int32
+    tokens: np.ndarray
+
+
+@dataclass(slots=True)
 class GrammarMask:
     """Which tokens the requests of a step that follow a grammar may yield, one mask a logits row of theirs."""
 
@@ -121,6 +134,8 @@ class GrammarMask:
     places: np.ndarray
     # [G, W] int32, from `Executor.take_grammar_bits`; bit t = token t may come next
     bits: np.ndarray
+    # None = no grammar forces anything
+    chains: DraftChains | None = None
 
     def logits_rows(
         self,

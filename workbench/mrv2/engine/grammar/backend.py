@@ -50,6 +50,13 @@ class GrammarMatcher(ABC):
         for matcher, row in zip(matchers, rows, strict=True):
             matcher.fill(bits, row)
 
+    def forced_tokens(self, most: int) -> list[int]:
+        """Return tokens that spell the text which must follow, `most` at most, each legal behind those before it.
+
+        The model may spell that text by other tokens.  The matcher is left as it was.
+        """
+        return []
+
     @property
     @abstractmethod
     def terminated(self) -> bool:
@@ -75,7 +82,7 @@ class GrammarBackend(ABC):
 
 
 class AnyTokenMatcher(GrammarMatcher):
-    """Allows everything: exercises the mask's path before there is a grammar (warm-up)."""
+    """Allows everything, and forces token 0: exercises the path of masks and drafts before there is a grammar."""
 
     def accept(self, token: int) -> bool:
         return True
@@ -85,6 +92,9 @@ class AnyTokenMatcher(GrammarMatcher):
 
     def fill(self, bits: np.ndarray, row: int) -> None:
         bits[row] = ALL_ALLOWED
+
+    def forced_tokens(self, most: int) -> list[int]:
+        return [0] * most
 
     @property
     def terminated(self) -> bool:

@@ -22,6 +22,8 @@ class DraftedRow:
     # filled in: drafts that may be accepted, and what the library raised
     num_legal: int = 0
     error: Exception | None = None
+    # filled in if asked for: tokens that must follow the legal drafts
+    forced: Sequence[int] = ()
 
     @property
     def end_row(self) -> int:
@@ -32,11 +34,13 @@ def fill_draft_rows(
     drafted: Sequence[DraftedRow],
     # [rows, W] int32, C-contiguous, written in place
     bits: np.ndarray,
+    num_forced: int = 0,
 ) -> None:
     """Write the K + 1 masks of each row with K drafts: mask i is that of the state after drafts 1..i.
 
     From the first draft that the grammar refuses on, the last legal mask is repeated: verification
-    stops there, so that no later mask is ever used.  The matchers are left as they were.
+    stops there, so that no later mask is ever used.  Up to `num_forced` tokens that must follow the legal
+    drafts are looked for.  The matchers are left as they were.
     """
     wave = list(drafted)
     _fill_wave(wave, bits)
@@ -45,6 +49,8 @@ def fill_draft_rows(
         _fill_wave(wave, bits)
     for row in drafted:
         try:
+            if num_forced and row.error is None and not row.matcher.terminated:
+                row.forced = row.matcher.forced_tokens(num_forced)
             if row.num_legal:
                 row.matcher.rollback(row.num_legal)
         except Exception as error:  # as below
@@ -102,17 +108,19 @@ def fill_masks(
     drafts: Sequence[Sequence[int]],
     # [G, W] int32, one mask a logits row, written in place
     bits: np.ndarray,
-) -> None:
-    """Write what each request may yield next and behind each of its drafts.
+    num_forced: int = 0,
+) -> list[DraftedRow]:
+    """Write what each request may yield next and behind each of its drafts; see `fill_draft_rows`.
 
     Where that is nothing, note why in `Request.dead_end`: it ends the request if that row is reached.
     """
-    drafted, first = [], 0
+    drafted: list[DraftedRow] = []
+    first = 0
     for request, mine in zip(requests, drafts, strict=True):
         assert request.grammar is not None, f"request {request.req_id} follows no grammar"
         drafted.append(DraftedRow(request.grammar, mine, first))
         first += 1 + len(mine)
-    fill_draft_rows(drafted, bits)
+    fill_draft_rows(drafted, bits, num_forced)
     for request, row in zip(requests, drafted, strict=True):
         request.dead_end = None
         if row.error is not None:
@@ -125,12 +133,13 @@ def fill_masks(
     # [G]
     is_empty = np.bitwise_or.reduce(bits[:first], axis=1) == 0
     if not is_empty.any():
-        return
+        return drafted
     for request, row in zip(requests, drafted, strict=True):
         empty = np.flatnonzero(is_empty[row.first_row : row.first_row + row.num_legal + 1])
         if row.error is None and len(empty):
             count = request.num_outputs + int(empty[0])
             request.dead_end = f"dead end: after {count} tokens no token of the vocabulary continues the grammar"
+    return drafted
 
 
 def _hold_back(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ class Vocabulary:
     tokens: tuple[bytes, ...]
     # ids that end a sequence
     end_token_ids: tuple[int, ...]
+    # how the tokenizer spells a text
+    encode: Callable[[str], list[int]]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
@@ -34,7 +36,11 @@ class Vocabulary:
             )
         special = tokenizer.special_ids
         tokens = tuple(b"" if token in special else tokenizer.token_bytes(token) for token in range(vocab_size))
-        return cls(tokens, tuple(token for token in tokenizer.eos_token_ids if token < vocab_size))
+        return cls(
+            tokens,
+            tuple(token for token in tokenizer.eos_token_ids if token < vocab_size),
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+        )
 
     @classmethod
     def from_folder(cls, folder: str | Path | None, vocab_size: int) -> Vocabulary:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _MAX_THREADS = 8
 # what xgrammar puts before its messages: "[12:00:00] /project/cpp/file.cc:12: "
 _LOG_PREFIX = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+:\d+: ")
+# forced texts whose tokens are kept
+_MAX_SPELLED = 4096
 # bounds of repetitions up to here are unrolled in an automaton, so that its masks are certain
 _MAX_UNROLLED = 128
 # its compilation takes milliseconds a state
@@ -75,6 +78,19 @@ class XGrammarMatcher(GrammarMatcher):
             if matcher._accepted and (legal := matcher._backend.legal_behind.get(matcher._accepted[-1])) is not None:
                 bits[row] &= legal
 
+    def forced_tokens(self, most: int) -> list[int]:
+        tokens: list[int] = []
+        if text := self._matcher.find_jump_forward_string():
+            for token in self._backend.spell(text)[:most]:
+                if not self.accept(token):
+                    break
+                tokens.append(token)
+        num_accepted = len(tokens)
+        if num_accepted < most and self._matcher.is_completed():
+            tokens += self._backend.only_token(self._matcher)
+        self.rollback(num_accepted)
+        return tokens
+
     @property
     def terminated(self) -> bool:
         return self._matcher.is_terminated()
@@ -109,6 +125,19 @@ class XGrammarBackend(GrammarBackend):
         # the engine keeps compiled grammars itself
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=threads, cache_enabled=False)
         self.filler = MaskFiller(xgrammar, threads)
+        # forced texts are few, and the same for all requests of a grammar
+        self.spell = lru_cache(_MAX_SPELLED)(vocabulary.encode)
+        # [1, W] int32
+        self._scratch = np.zeros((1, -(-len(vocabulary.tokens) // 32)), dtype=np.int32)
+
+    def only_token(self, matcher: xgrammar.GrammarMatcher) -> list[int]:
+        """Return the token that alone may come next; nothing if there are more, or none."""
+        matcher.fill_next_token_bitmask(self._scratch, 0)
+        words = np.flatnonzero(self._scratch[0])
+        if len(words) != 1:
+            return []
+        word = int(self._scratch[0, words[0]]) & 0xFFFFFFFF
+        return [] if word & (word - 1) else [32 * int(words[0]) + word.bit_length() - 1]
 
     def check(self, params: StructuredOutputsParams) -> None:
         grammar = self._library.Grammar

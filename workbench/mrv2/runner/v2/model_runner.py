@@ -30,8 +30,8 @@ from mrv2.runner.forward import ForwardBuffers, padded_query_len
 from mrv2.runner.grammar_masks import GrammarMasks
 from mrv2.runner.protocol import GrammarMask, GraphSet, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
-from mrv2.runner.v2.draft_mirror import DraftMirror
 from mrv2.runner.v2.drafting import Drafting
+from mrv2.runner.v2.grammar_drafts import GrammarDrafts
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampler import Sampler, SamplingPlan, sample_rows
 from mrv2.runner.v2.sampling.context import LogitsHolder, SamplingContext
@@ -93,8 +93,9 @@ class ModelRunnerV2:
             depth=r.max_queue_depth + 1,
             max_num_masks=r.max_num_seqs * width,
             vocab_size=r.vocab_size,
+            max_num_spec_tokens=r.max_num_spec_tokens,
         )
-        self.draft_mirror = DraftMirror(r.device, self.state.draft_tokens)
+        self.grammar_drafts = GrammarDrafts(r.device, self.state, self.grammar_masks)
         self.output_slots = OutputSlots(
             r.device, count=r.max_queue_depth + 1, max_num_seqs=r.max_num_seqs, max_width=width
         )
@@ -173,7 +174,7 @@ class ModelRunnerV2:
         scheduled, batch, forward_batch, plan, holder = pending
         num_reqs, num_drafts = scheduled.num_reqs, int(scheduled.num_draft_tokens.sum())
         if grammar is not None:
-            self.grammar_masks.submit(grammar.logits_rows(scheduled.num_draft_tokens), holder)
+            self.grammar_masks.submit(grammar.logits_rows(scheduled.num_draft_tokens), holder, grammar.chains)
         # [N, 1]; a fresh tensor a step: the copy stream still reads it when the next step samples
         targets = self.device.empty((num_reqs + num_drafts, 1), torch.int64)
         verified = None
@@ -199,10 +200,10 @@ class ModelRunnerV2:
             num_sampled,
             num_rejected,
         )
-        self.draft_mirror.before_drafting()
+        self.grammar_drafts.mirror.before_drafting()
         self.drafting.submit_drafts(self.main, self.resources.knobs, scheduled, batch.idx_mapping, num_sampled)
-        if grammar is not None and scheduled.num_next_drafts:
-            self.draft_mirror.submit()
+        if grammar is not None:
+            self.grammar_drafts.submit(self.resources.knobs, grammar, scheduled, batch.idx_mapping)
         end_of_step = self.main.record_event()
         self.upload.release(batch.sent, end_of_step)
         self.grammar_masks.release(end_of_step)
@@ -210,7 +211,7 @@ class ModelRunnerV2:
 
     def take_drafts(self, req_ids: list[str]) -> np.ndarray:
         """Return the drafts that lie ready for requests that follow a grammar: a named wait. [n, K_max] int64"""
-        return self.draft_mirror.read([self.state.row_of[req_id] for req_id in req_ids])
+        return self.grammar_drafts.mirror.read([self.state.row_of[req_id] for req_id in req_ids])
 
     def reset(self) -> None:
         """Forget every request."""

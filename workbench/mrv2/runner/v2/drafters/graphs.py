@@ -83,7 +83,8 @@ class DraftGraphs:
             counts |= set(range(knobs.num_spec_tokens))
         keys = []
         for count in sorted(counts, reverse=True):
-            steady = knobs if knobs.adaptive_drafts else knobs.with_changes(num_spec_tokens=count)
+            varies = knobs.adaptive_drafts or knobs.grammar_drafts
+            steady = knobs if varies else knobs.with_changes(num_spec_tokens=count)
             for shape in buckets.capturable(verified_lengths(steady)):
                 keys.append(DraftKey(knobs.spec_method, shape, count, draft_choice(knobs)))
         return [key for key in keys if key not in self.graphs]
