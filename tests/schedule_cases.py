@@ -16,6 +16,7 @@ from mrv2.config import Knobs
 from mrv2.device import make_device
 from mrv2.sampling_params import SamplingParams
 from serving import BLOCK_SIZE, MAX_MODEL_LEN, Collector, alone, make_core, random_prompt
+from spec.knowing_head import make_knowing
 
 MODES = ("sync", "depth 1", "depth 2", "depth 3", "depth 4")
 # V1's pinned buffers are shared between steps: its depth is at most 2
@@ -37,7 +38,11 @@ FEATURES: tuple[dict[str, Any], ...] = (
 )
 # drafters that are loaded, and how; a draft model that is the target is accepted in long runs
 SPECULATORS = {"draft_model": "draft_model=tiny-llama", "eagle3": "eagle3", "mtp": "mtp", "suffix": "suffix"}
-DRAFTERS = ("none", "ngram", "knowing", *SPECULATORS)
+# "knowing": right now and then, where n-grams and heads of random weights hardly ever are
+DRAFTERS = ("none", "ngram", "knowing", "knowing mtp", *SPECULATORS)
+# drafters of V1, without and with async scheduling
+HEADS = ("eagle3", "mtp", "knowing mtp")
+V1_DRAFTERS = {"sync": ("none", "ngram", *HEADS), "async": ("none", *HEADS)}
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,12 @@ class Case:
     def drafts_on_v1(self) -> bool:
         return self.axes["runner"] == "v1" and self.axes["drafter"] != "none"
 
+    @property
+    def verification(self) -> str:
+        """Return the axis' value, or the nearest that V1 has."""
+        wanted = self.axes["verification"]
+        return "standard" if self.drafts_on_v1 and wanted == "block" else wanted
+
     def knobs(self) -> Knobs:
         mode = self.axes["mode"]
         return Knobs(
@@ -78,20 +89,22 @@ class Case:
             async_scheduling=mode != "sync",
             queue_depth=1 if mode == "sync" else int(mode[-1]),
             output_copy=self.axes["output_copy"],
-            spec_method={"none": "off", "knowing": "ngram"}.get(self.axes["drafter"], self.axes["drafter"]),
+            spec_method=method_of(self.axes["drafter"]),
             draft_sampling=("greedy", "sampled")[self.seed // 3 % 2],
             num_spec_tokens=self.axes["num_drafts"],
-            verification="token_exact" if self.drafts_on_v1 else self.axes["verification"],
+            verification=self.verification,
             cuda_graphs=self.axes["cuda_graphs"],
             prefill_chunk=0 if self.axes["chunks"] == "whole prompts" else 16 * (self.seed // 5 % 2),
         )
 
 
+def method_of(drafter: str) -> str:
+    return {"none": "off", "knowing": "ngram", "knowing mtp": "mtp"}.get(drafter, drafter)
+
+
 def draw_drafter(seed: int, runner: str, mode: str) -> str:
-    if runner == "v1":
-        # v1 looks drafts up on the host, step by step
-        return ("none", "ngram")[seed % 2] if mode == "sync" else "none"
-    return DRAFTERS[(seed + seed // 7) % len(DRAFTERS)]
+    drafters = DRAFTERS if runner == "v2" else V1_DRAFTERS["sync" if mode == "sync" else "async"]
+    return drafters[(seed + seed // 7) % len(drafters)]
 
 
 def draw_case(seed: int) -> Case:
@@ -180,17 +193,26 @@ class KnowingSpeculator:
             state.draft_tokens[row] = torch.tensor(drafts + [-1] * (width - len(drafts)))
 
 
-def pick_verification(rng: np.random.Generator, axes: dict[str, Any]) -> str:
+def pick_verification(rng: np.random.Generator, axes: dict[str, Any], runner: str = "v2") -> str:
     kinds = ("token_exact",) if axes["verification"] == "token_exact" else ("token_exact", "standard", "block")
+    if runner == "v1":
+        kinds = tuple(kind for kind in kinds if kind != "block")
     return kinds[int(rng.integers(len(kinds)))]
 
 
 def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, Any]:
-    if axes["drafter"] != "none" and axes["runner"] == "v1":
+    if axes["drafter"] in HEADS or (axes["drafter"] == "ngram" and axes["runner"] == "v1"):
+        # of both runners, each with what it has
+        runner = ("v1", "v2")[int(rng.integers(2))]
+        methods = ("off", "ngram", *((method_of(axes["drafter"]),) * 3 if axes["drafter"] in HEADS else ("ngram",)))
+        method = methods[int(rng.integers(len(methods)))]
         return {
-            "runner": ("v1", "v2")[int(rng.integers(2))],
-            "spec_method": ("off", "ngram")[int(rng.integers(2))],
+            "runner": runner,
+            "spec_method": method,
             "num_spec_tokens": int(rng.integers(0, MAX_DRAFTS + 1)),
+            "verification": pick_verification(rng, axes, runner),
+            "async_scheduling": bool(rng.integers(2)) and (runner, method) != ("v1", "ngram"),
+            "queue_depth": int(rng.integers(1, 5 if runner == "v2" else 3)),
         }
     if axes["drafter"] != "none":
         methods = ("off", "ngram", *(m for m in SPECULATORS if m == axes["drafter"]))
@@ -233,9 +255,10 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
         knobs=case.knobs(),
         max_num_spec_tokens=MAX_DRAFTS,
         ngram_min=1,
-        speculators=tuple(entry for method, entry in SPECULATORS.items() if method == axes["drafter"]),
+        speculators=tuple(entry for method, entry in SPECULATORS.items() if method == method_of(axes["drafter"])),
         **options,
     )
+    head = make_knowing(core) if axes["drafter"] == "knowing mtp" else None
     knowing = KnowingSpeculator(case.seed)
     if axes["drafter"] == "knowing":
         core.executor.runner.drafting.speculators["ngram"] = knowing  # type: ignore[attr-defined]
@@ -250,6 +273,8 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
                     expected[name], stop = expected_tokens(request, tuple(options.items()))
                     whole = whole_text(request, tuple(options.items()))
                     knowing.sequences.append([*request.prompt, *whole])
+                    if head is not None:
+                        head.learn([*request.prompt, *whole])
                     params = SamplingParams(
                         temperature=request.temperature,
                         seed=request.seed,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mrv2.engine.grammar.backend import GrammarMatcher
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.messages import EngineOutput, EngineRequest, token_outputs
 from mrv2.engine.request import Request
@@ -61,10 +62,33 @@ class Twin:
         return self.scheduler.update_from_output(output)
 
 
+class Counting(GrammarMatcher):
+    """Allows tokens up to `limit`, and nothing behind the first multiple of `end`."""
+
+    def __init__(self, limit: int, end: int) -> None:
+        self.limit, self.end, self.tokens = limit, end, []
+
+    def accept(self, token: int) -> bool:
+        legal = 0 <= token <= self.limit and not self.terminated
+        if legal:
+            self.tokens.append(token)
+        return legal
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.tokens[len(self.tokens) - num_tokens :]
+
+    def fill(self, bits: np.ndarray, row: int) -> None:
+        raise AssertionError("no mask is asked for here")
+
+    @property
+    def terminated(self) -> bool:
+        return bool(self.tokens) and self.tokens[-1] % self.end == 0
+
+
 def make_request(name: str, arrival: int, drawn: dict[str, Any]) -> Request:
     params = SamplingParams(max_tokens=drawn["max_tokens"], ignore_eos=True)
     message = EngineRequest(req_id=name, prompt_token_ids=drawn["prompt"], params=params, priority=drawn["priority"])
-    return Request(
+    request = Request(
         message=message,
         sampling=RowSampling(),
         max_tokens=drawn["max_tokens"],
@@ -72,6 +96,8 @@ def make_request(name: str, arrival: int, drawn: dict[str, Any]) -> Request:
         stop_ids=frozenset(drawn["stops"]),
         arrival=arrival,
     )
+    request.grammar = Counting(*drawn["grammar"]) if "grammar" in drawn else None
+    return request
 
 
 def same(a: Any, b: Any) -> bool:
@@ -101,6 +127,8 @@ def test_both_ways_schedule_and_settle_the_same(seed: int) -> None:
                 "stops": rng.integers(0, NUM_STOPS, int(rng.choice([0, 0, 1, 12]))).tolist(),
                 "priority": int(rng.integers(2)),
             }
+            if rng.random() < 0.4:
+                drawn["grammar"] = (int(rng.choice([2900, 4000])), int(rng.choice([23, 5000])))
             for twin in twins:
                 twin.scheduler.add(make_request(f"r{num_added}", num_added, drawn))
             num_added += 1
@@ -127,7 +155,15 @@ def test_both_ways_schedule_and_settle_the_same(seed: int) -> None:
             twin.scheduler.bring_up_to_date()
         books = [
             [
-                (r.req_id, r.num_computed, r.num_confirmed, r.num_in_flight, r.num_published_blocks, r.token_ids[:])
+                (
+                    r.req_id,
+                    r.num_computed,
+                    r.num_confirmed,
+                    r.num_in_flight,
+                    r.num_published_blocks,
+                    r.token_ids[:],
+                    getattr(r.grammar, "tokens", None),
+                )
                 for r in twin.scheduler.running
             ]
             for twin in twins
@@ -146,6 +182,8 @@ def test_the_traffic_meets_what_it_should() -> None:
     twin.scheduler = scheduler
     for i in range(4):
         drawn = {"prompt": [1] * 10, "max_tokens": 60, "stops": [7], "priority": 0}
+        # two of them follow a grammar, which has no end
+        drawn |= {"grammar": (100, 11)} if i % 2 else {}
         scheduler.add(make_request(f"r{i}", i, drawn))
     for step in range(30):
         twin.launch()

@@ -10,7 +10,7 @@ import pytest
 
 from mrv2.config import Knobs
 from mrv2.sampling_params import SamplingParams
-from schedule_cases import MAX_TOKENS, RUNNER_MODES, draw_case, run_case
+from schedule_cases import MAX_TOKENS, RUNNER_MODES, V1_DRAFTERS, draw_case, run_case
 from serving import Collector, make_core
 
 NUM_CI_SEEDS = 220
@@ -44,7 +44,8 @@ def test_every_pair_of_axis_values_is_drawn() -> None:
 
 def impossible(pair: dict[str, str]) -> bool:
     runners = [r for r, mode in RUNNER_MODES if repr(mode) == pair.get("mode")]
-    if pair.get("runner") == "'v1'" and pair.get("drafter", "'none'") not in ("'none'", "'ngram'"):
+    drafters = {repr(drafter) for each in V1_DRAFTERS.values() for drafter in each}
+    if pair.get("runner") == "'v1'" and "drafter" in pair and pair["drafter"] not in drafters:
         return True
     if pair.get("mode") in ("'depth 3'", "'depth 4'") and pair.get("runner") is None:
         return False

@@ -38,14 +38,20 @@ def test_drafts_are_what_followed_the_longest_rightmost_match(seed: int) -> None
     assert propose_ngram(tokens, k, min_n=min_n, max_n=max_n) == plain_ngram(tokens.tolist(), k, min_n, max_n)
 
 
-def test_logits_rows_stand_behind_the_tokens_that_they_follow() -> None:
+def test_index_arrays_of_a_step_with_drafts() -> None:
     rows = LogitRows.of([[], [5, 6], [], [7]])
-    tokens, owners = rows.index_arrays(np.array([4, 7, 8, 10]))
-    assert tokens.tolist() == [3, 4, 5, 6, 7, 8, 9] and owners.tolist() == [0, 1, 1, 1, 2, 3, 3]
+    indices = rows.indices(np.array([4, 7, 8, 10]))
+    assert indices.logits_indices.tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert indices.target_logits_indices.tolist() == [1, 2, 5]
+    assert indices.bonus_logits_indices.tolist() == [0, 3, 4, 6]
+    assert indices.cu_num_draft_tokens.tolist() == [0, 2, 2, 3]
     assert rows.in_order([3, 0, 1, 2]) == [5, 6, 0, 1, 2, 3, 4]
-    drawn = [10, 5, 8, 9, 11, 7, 12]
-    assert parse_output(rows, drawn, [False, False, True, False]) == [[10], [5, 8], [], [7, 12]]
-    assert parse_output(LogitRows.of([[-1, -1]]), [-1, 3, 3], [False]) == [[-1]], "a row of NaN accepts nothing"
+
+
+def test_placeholders_of_rejected_drafts_are_taken_out() -> None:
+    sampled = [[10, -1, -1], [5, 8, -1], [11, 3, -1], [7, 12, 9], [-1, -1, -1]]
+    lists = parse_output(sampled, [False, False, True, False, False])
+    assert lists == [[10], [5, 8], [], [7, 12, 9], [-1]], "a row of NaN keeps one placeholder"
 
 
 def serve_knowing(
@@ -60,7 +66,7 @@ def serve_knowing(
         drafts = known[len(tokens) : len(tokens) + num_drafts]
         return [7 if rng.random() < 0.25 else draft for draft in drafts]
 
-    monkeypatch.setattr("mrv2.runner.v1.model_runner.propose_ngram", propose)
+    monkeypatch.setattr("mrv2.runner.v1.drafting.propose_ngram", propose)
     core = make_core(max_num_spec_tokens=K, knobs=V1)
     return serve(core, requests), core
 
@@ -80,7 +86,7 @@ def test_every_sampling_feature_is_what_it_is_without_drafts(seed: int, monkeypa
             assert a[0] == b[0] and a[2] == pytest.approx(b[2], abs=1e-6)
     stats = core.scheduler.stats
     assert 0 < sum(stats.num_accepted) < sum(stats.num_drafted)
-    assert set(core.device.waits) <= {"v1: to_list", "v1: prompt logprobs"}
+    assert set(core.device.waits) <= {"v1: to_list", "v1: accepted tokens", "v1: prompt logprobs"}
 
 
 def test_repetitive_text_is_drafted_from_itself() -> None:
@@ -151,7 +157,7 @@ def test_constrained_texts_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     plain, _ = serve_mixed(Knobs(async_scheduling=False))
     texts += [mixed_prompt(index) + plain[f"r{index}"].token_ids for index in range(8)]
-    monkeypatch.setattr("mrv2.runner.v1.model_runner.propose_ngram", propose)
+    monkeypatch.setattr("mrv2.runner.v1.drafting.propose_ngram", propose)
     for overlap in ("deferred", "blocking"):
         fast, accepted = serve_mixed(V1.with_changes(grammar_overlap=overlap))
         assert accepted > 0
@@ -165,8 +171,9 @@ def test_constrained_texts_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("change", "name"),
     [
         ({"async_scheduling": True}, "async_scheduling=False"),
-        ({"verification": "standard"}, "verification='token_exact'"),
-        ({"spec_method": "eagle3"}, "spec_method='ngram'"),
+        ({"verification": "block"}, "'token_exact', 'standard', 'synthetic'"),
+        ({"spec_method": "suffix"}, "'ngram', 'eagle3', 'mtp' or 'off'"),
+        ({"spec_method": "draft_model"}, "'ngram', 'eagle3', 'mtp' or 'off'"),
     ],
 )
 def test_what_v1_cannot_do_is_refused_with_the_reason(change: dict[str, Any], name: str) -> None:

@@ -12,6 +12,10 @@ EffectClass = Literal["T", "D", "O"]  # same tokens, same distribution, changes 
 # values of the knob `sampler` that draw the same tokens, as does runner v1
 SAME_TOKEN_SAMPLERS = ("gumbel_fused", "gumbel_two_pass", "softmax_race")
 
+# what runner v1 has of the knobs `spec_method` and `verification`
+V1_METHODS = ("ngram", "eagle3", "mtp")
+V1_VERIFICATIONS = ("token_exact", "standard", "synthetic")
+
 
 def _knob(default: Any, effect: EffectClass, help: str, look_for: str, values: tuple[Any, ...] = ()) -> Any:
     return field(default=default, metadata={"effect": effect, "help": help, "look_for": look_for, "values": values})
@@ -148,20 +152,25 @@ class Knobs:
             )
 
     def _check_v1_speculation(self) -> None:
-        """V1 looks drafts up and verifies them on the host, in lists of tokens."""
-        given = (("spec_method", "ngram"), ("async_scheduling", False), ("verification", "token_exact"))
-        why = {
-            "spec_method": "the other drafters work on the device, behind post_update, which v1 does not have",
-            "async_scheduling": "the drafts of a step are looked up in the tokens of the one before, which the host "
-            "must have",
-            "verification": "the tokens that come back are compared with the drafts, no probabilities",
-        }
-        for name, needed in given:
-            if getattr(self, name) != needed:
-                raise ConfigError(
-                    f"runner='v1' drafts only with {name}={needed!r}, not {getattr(self, name)!r}: {why[name]}; set "
-                    f"{name}={needed!r}, runner='v2' or spec_method='off'"
-                )
+        """V1 looks n-grams up on the host and runs draft heads; it verifies in three ways."""
+        if self.spec_method not in V1_METHODS:
+            raise ConfigError(
+                f"runner='v1' does not draft with spec_method={self.spec_method!r}: it has n-gram look-up on the host "
+                f"and heads on the target's hidden states. Set spec_method to one of "
+                f"{', '.join(map(repr, V1_METHODS))} or 'off', or runner='v2'"
+            )
+        if self.spec_method == "ngram" and self.async_scheduling:
+            raise ConfigError(
+                "runner='v1' drafts with spec_method='ngram' only with async_scheduling=False: the drafts of a step "
+                "are looked up in the tokens of the one before, which the host must have; set async_scheduling=False, "
+                "spec_method='eagle3' or 'mtp', or runner='v2'"
+            )
+        if self.verification not in V1_VERIFICATIONS:
+            raise ConfigError(
+                f"runner='v1' does not verify with verification={self.verification!r}: its rejection sampler looks at "
+                f"one draft after the other. Set verification to one of {', '.join(map(repr, V1_VERIFICATIONS))}, "
+                "runner='v2' or spec_method='off'"
+            )
 
     @property
     def drafting(self) -> bool:

@@ -20,13 +20,13 @@ class StructuredOutputsParams:
     ``structural_tag`` are texts and ``choice`` is a tuple.
     """
 
-    # JSON schema: an object, or its text
+    # JSON schema: an object, or its text; with minLength or maxLength no tab stands between the parts of the text
     json: str | Mapping[str, Any] | bool | None = None
     # regular expression that the whole text matches
     regex: str | None = None
     # texts of which the output is one
     choice: Sequence[str] | None = None
-    # EBNF with the rule `root`
+    # EBNF with the rule `root`; a part with bounded repetitions is masked much faster as Regex("...") than as rules
     grammar: str | None = None
     # any JSON object
     json_object: bool = False

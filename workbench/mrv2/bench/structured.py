@@ -3,6 +3,11 @@
 A closed loop holds the batch constant: a request that ends is replaced by one of its kind until a fixed number of
 tokens is out.  Free requests run to their length; constrained ones end when their grammar does.  All draw at
 temperature 1 from seeds of their own, so each setting is reproducible.
+
+Measured on an H200 (SmolLM2-135M, 64 slots): 51,425 tok/s at 0 %, 2,517 at 50 % with 23.7 ms of masks a step, 53.9 ms
+at 100 %: the regular expression was compiled to rules, which leave thousands of tokens uncertain, so that a fill took
+a millisecond.  Since then it is one automaton.  All of a step's masks then took 8 us a row on two cores of another
+host (0.5 ms for 64 rows; a fill 4 us, 1,190 before): predicted 0.3 ms at 50 % and 0.5 at 100 %, under the forward.
 """
 
 from __future__ import annotations

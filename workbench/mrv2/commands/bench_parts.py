@@ -65,6 +65,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         else:
             one.add_argument(part.flag, metavar=part.metavar, help=part.help)
     group.add_argument("--tune", action="store_true", help="with --samplers: time candidate launches of their kernels")
+    group.add_argument(
+        "--rates",
+        metavar="LIST",
+        help="with --speculation: time per output token of the runners while requests arrive at random, so many a "
+        "second, as in 4,8,16; --spec-method (default: mtp), --num-spec-tokens (default: 1)",
+    )
+    group.add_argument(
+        "--acceptance",
+        metavar="LIST",
+        help="with --speculation: accept draft 1, 2, ... by these shares, whatever the target says (default with "
+        "random weights: 0.8,0.6,0.4)",
+    )
 
 
 def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
@@ -74,6 +86,9 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
     """
     if args.tune and not args.samplers:
         raise ConfigError("--tune belongs to --samplers: mrv2 bench --samplers --tune")
+    for name in ("rates", "acceptance"):
+        if getattr(args, name) is not None and not args.speculation:
+            raise ConfigError(f"--{name} belongs to --speculation: mrv2 bench --speculation --{name} LIST")
     part = next((part for part in PARTS if getattr(args, part.flag.removeprefix("--"))), None)
     if part is None:
         return None
@@ -84,9 +99,9 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
         useless += [flag(name) for name in options if name != "device"]
     if useless:
         raise ConfigError(f"{part.flag} does not take {', '.join(useless)}")
-    if "runners" in given:
+    if "runners" in given and "runners" not in part.reads:
         options["runner"] = args.runners
-    if "modes" in given:
+    if "modes" in given and "modes" not in part.reads:
         if args.modes not in ("sync", "async"):
             raise ConfigError(f"{part.flag} --modes {args.modes}: sync or async")
         options["async_scheduling"] = args.modes == "async"
@@ -252,6 +267,13 @@ def _project(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
 
 
 def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.commands.bench_speculation import compare, is_comparison
+
+    if is_comparison(args, options):
+        with _device(options) as device:
+            record, text, shown = compare(args, options, device)
+        return _finish(record, text, shown, record_path)
+
     from mrv2.bench.speculation import QUESTIONS, headline, loaded_methods, make_record, measure_speculation, report
     from mrv2.commands.generate import DEFAULT_MODEL
     from mrv2.engine.core import EngineCore
@@ -264,8 +286,7 @@ def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path:
     note_loading(model)
     with _device(options) as device:
         found = resolve_model(model)
-        if found.folder is None:
-            raise ConfigError(f"--speculation needs the tokenizer of a model with weights; {model} has none")
+        assert found.folder is not None, "a preset is compared on random prompts"
         if "speculators" not in options:
             heads = [method for method in ("eagle3", "mtp") if shipped_head_of(method, model) is not None]
             options["speculators"] = ["suffix", f"draft_model={model}", *heads]
@@ -304,9 +325,10 @@ PARTS = (
     ),
     Part(
         "--speculation",
-        "acceptance, speed and step times of every way of drafting, at batch 1 and 8",
+        "acceptance, speed and step times of every way of drafting, at batch 1 and 8; with --runners or --modes the "
+        "same under each of them, with --rates under random arrivals",
         _speculation,
-        reads=("model", "scale", "repetitions"),
+        reads=("model", "scale", "repetitions", "runners", "modes"),
         has_engine=True,
     ),
     Part(

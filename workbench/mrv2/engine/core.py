@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrv2.config import EngineConfig, Knobs
+from mrv2.config import V1_VERIFICATIONS, EngineConfig, Knobs
 from mrv2.device import Device
 from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.executor import UniProcExecutor
@@ -284,7 +284,7 @@ class EngineCore:
         if not rows:
             return None
         # a mask follows from every token before it; one in flight is this step's own
-        while any(request.num_in_flight > 1 and not request.finished for _, request in rows):
+        while self._await_tokens(rows):
             self._settle_oldest()
         set_step(scheduled.step)
         alive = [(row, request) for row, request in rows if not request.finished]
@@ -300,6 +300,11 @@ class EngineCore:
         batch_rows = np.repeat(np.array([row for row, _ in alive], dtype=np.int32), [1 + n for n in counts])
         places = np.concatenate([np.arange(1 + n, dtype=np.int32) for n in counts])
         return GrammarMask(batch_rows, places, bits)
+
+    def _await_tokens(self, rows: list[tuple[int, Request]]) -> bool:
+        """Say whether `rows` of the newest step follow tokens that are still in flight."""
+        self.scheduler.bring_up_to_date([row for row, _ in rows])
+        return any(request.num_in_flight > 1 and not request.finished for _, request in rows)
 
     def _wait_for_grammar(self) -> None:
         """Nothing can run: a grammar is being compiled, or the engine is stuck."""
@@ -408,7 +413,8 @@ class EngineCore:
     def _serve_draft_dummies(self, prompt: list[int]) -> None:
         """Verify drafts in each way, of a request that is truncated and of one that is not."""
         knobs = self.knobs
-        for verification in ("token_exact", "standard", "block"):
+        ways = ("token_exact", "standard", "block")
+        for verification in ways if knobs.runner == "v2" else [way for way in ways if way in V1_VERIFICATIONS]:
             # greedy drafts: what the engine keeps no memory for is not asked of it
             changes = {"verification": verification, "draft_sampling": "greedy", "cuda_graphs": "off"}
             self.executor.set_knobs(knobs.with_changes(**changes))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mrv2.engine.grammar.backend import GrammarMatcher
 from mrv2.engine.request import Request
 
 # up to so many are compared one by one, which is faster than looking them up
@@ -72,6 +73,8 @@ class DecodeBatch:
     yields: np.ndarray = field(init=False)
     # ids that end a request, of all members together
     stop_ids: list[int] = field(init=False)
+    # rows that follow a grammar
+    grammar_rows: list[int] = field(init=False)
     # rows by the step after which their blocks are full, modulo the block size
     _full_after: list[list[int]] = field(init=False)
     # steps launched and settled, and the number of the last one that may be launched
@@ -95,6 +98,7 @@ class DecodeBatch:
         self.zeros = np.zeros(len(requests), dtype=np.int32)
         self.yields = np.ones(len(requests), dtype=np.bool_)
         self.stop_ids = sorted(set().union(*{request.stop_ids for request in requests}))
+        self.grammar_rows = [row for row, request in enumerate(requests) if request.grammar is not None]
         self._full_after = [[] for _ in range(self.block_size)]
         for row, request in enumerate(requests):
             self._full_after[-request.num_computed % self.block_size].append(row)
@@ -113,7 +117,6 @@ class DecodeBatch:
             # the first token of a request brings more than itself
             and entry.request.num_outputs + entry.request.num_in_flight > 1
             and entry.request.is_plain
-            and entry.request.grammar is None
             for entry in entries
         )
 
@@ -146,6 +149,20 @@ class DecodeBatch:
         if index == self.last:
             watched[self._ending] = True
         return np.flatnonzero(watched).tolist()
+
+    def advance_grammars(self, tokens: list[int], watched: list[int]) -> list[int]:
+        """Advance the grammars of rows that are not `watched` over their tokens; return `watched` with those that end.
+
+        A grammar that does not go on behind its token stays where it was.
+        """
+        if not self.grammar_rows:
+            return watched
+        seen, ending = set(watched), []
+        for row in self.grammar_rows:
+            grammar = self.requests[row].grammar
+            if grammar is not None and row not in seen and not _goes_on(grammar, tokens[row]):
+                ending.append(row)
+        return sorted([*watched, *ending]) if ending else watched
 
     def settle(self, sampled: np.ndarray, watched: list[int]) -> None:
         """Take the tokens of a step, `sampled` [B] int64, of all rows that are not `watched`: those are up to date."""
@@ -191,3 +208,13 @@ class DecodeBatch:
         if self.intact:
             self.show_all()
             self.intact = False
+
+
+def _goes_on(grammar: GrammarMatcher, token: int) -> bool:
+    """Advance over `token`; return False, and stay, if that is illegal or the end."""
+    if not grammar.accept(token):
+        return False
+    if grammar.terminated:
+        grammar.rollback(1)
+        return False
+    return True

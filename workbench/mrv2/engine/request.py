@@ -86,7 +86,7 @@ class Request:
     num_known: int = field(init=False)
     # known tokens at which the request ends by length
     max_len: int = field(init=False)
-    # a step brings it a token and nothing else: no log-probabilities, and no grammar or plug-in that may end it
+    # a step brings it a token and nothing else: no log-probabilities, and no plug-in that may end it
     is_plain: bool = field(init=False)
     # None = no log-probabilities of the prompt are wanted
     prompt_logprobs: PromptCollector | None = field(init=False, default=None)
@@ -99,8 +99,7 @@ class Request:
         self.max_len = min(self.prompt_len + self.max_tokens, self.max_model_len)
         s = self.sampling
         wants_logprobs = s.num_logprobs >= 0 or s.logprob_token_ids or s.num_prompt_logprobs >= 0
-        has_grammar = self.message.params.structured_outputs is not None
-        self.is_plain = not (wants_logprobs or has_grammar or s.extra_args)
+        self.is_plain = not (wants_logprobs or s.extra_args)
 
     @property
     def req_id(self) -> str:

@@ -114,6 +114,7 @@ class Scheduler:
             new_block_ids=self.kv.add_block(growing),
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=len(batch.requests),
+            has_grammar=bool(batch.grammar_rows),
         )
         self.rows_to_free.clear()
         self.in_flight.append(StepRecord(self.step, batch.entries, batch, batch.num_launched - 1))
@@ -228,9 +229,9 @@ class Scheduler:
     def _settle_decodes(self, batch: DecodeBatch, index: int, output: StepOutput) -> list[EngineOutput]:
         """Settle step `index` of a batch whose members are all as it left them: only ends need a closer look."""
         sampled = output.sampled_token_ids[:, 0]
-        watched = batch.rows_to_watch(index, sampled)
-        batch.settle(sampled, watched)
         tokens = sampled.tolist()
+        watched = batch.advance_grammars(tokens, batch.rows_to_watch(index, sampled))
+        batch.settle(sampled, watched)
         results = token_outputs(batch.req_ids, tokens, output.step)
         for row in watched:
             result = self._settle(batch.entries[row], [tokens[row]], output, row, row)
@@ -282,10 +283,10 @@ class Scheduler:
             self.decodes.dissolve()
             self.decodes = None
 
-    def bring_up_to_date(self) -> None:
-        """Let the counters and tokens of every request show what has been launched and settled."""
+    def bring_up_to_date(self, rows: list[int] | None = None) -> None:
+        """Let the counters and tokens of the newest step's `rows`, or of all requests, show what is done."""
         if self.decodes is not None:
-            self.decodes.show_all()
+            self.decodes.show_all() if rows is None else self.decodes.show_rows(rows)
 
     def use_drafter(self, filling: int, *, lookahead: int, reads_ahead: bool) -> None:
         """Another drafter, or none, fills its cache from now on: requests that it has not followed start over."""

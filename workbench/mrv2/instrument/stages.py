@@ -39,7 +39,9 @@ V1_FORWARD = "v1: forward"
 V1_POSTPROCESS = "v1: postprocess"
 V1_SAMPLE = "v1: sample"
 V1_BOOKKEEP = "v1: bookkeep"
+V1_PARSE_OUTPUT = "v1: parse_output"
 V1_PROPOSE = "v1: propose_drafts"
+V1_PREPARE_DRAFT = "v1: prepare_draft_inputs"
 V1_SCATTER_TOKENS = "v1: scatter_sampled_tokens"
 
 # kinds, the NVTX category of a range

@@ -18,7 +18,7 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "V1 async": ("the same runner, launched one step ahead", {"runner": "v1", "sampler": "softmax_race"}),
     "V1 + n-gram": (
-        "drafts looked up and verified on the host; needs the tokens of each step before the next",
+        "drafts looked up on the host; needs the tokens of each step before the next",
         {"runner": "v1", "sampler": "softmax_race", "spec_method": "ngram", **_SYNC},
     ),
     "V2 sync": ("device-side preparation, but every step is waited for", _SYNC),

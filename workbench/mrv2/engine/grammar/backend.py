@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -36,6 +36,19 @@ class GrammarMatcher(ABC):
         row: int,
     ) -> None:
         """Write which tokens may come next; a row of zeros says that none may (a dead end)."""
+
+    @classmethod
+    def fill_many(
+        cls,
+        matchers: Sequence[Self],
+        # [rows, W] int32, C-contiguous, written in place
+        bits: np.ndarray,
+        # of each matcher, no row twice
+        rows: Sequence[int],
+    ) -> None:
+        """Fill the row of each matcher, as `fill` does; a library that has threads may use them."""
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher.fill(bits, row)
 
     @property
     @abstractmethod
@@ -76,35 +89,3 @@ class AnyTokenMatcher(GrammarMatcher):
     @property
     def terminated(self) -> bool:
         return False
-
-
-def fill_draft_rows(
-    matcher: GrammarMatcher,
-    drafts: Sequence[int],
-    # [rows, W] int32, C-contiguous, written in place
-    bits: np.ndarray,
-    first_row: int,
-) -> int:
-    """Write the K + 1 masks of a row with drafts: mask i is that of the state after drafts 1..i.
-
-    From the first draft that the grammar refuses on, the last legal mask is repeated: verification
-    stops there, so that no later mask is ever used.  The matcher is left as it was.  Returns the
-    number of drafts that may be accepted.
-    """
-    num_accepted = 0
-    matcher.fill(bits, first_row)
-    try:
-        for token in drafts:
-            if token < 0 or matcher.terminated or not matcher.accept(token):
-                break
-            num_accepted += 1
-            row = first_row + num_accepted
-            if matcher.terminated:
-                # what follows the end token is discarded
-                bits[row] = ALL_ALLOWED
-            else:
-                matcher.fill(bits, row)
-    finally:
-        matcher.rollback(num_accepted)
-    bits[first_row + num_accepted + 1 : first_row + len(drafts) + 1] = bits[first_row + num_accepted]
-    return num_accepted

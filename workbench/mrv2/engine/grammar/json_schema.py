@@ -41,24 +41,33 @@ _PLAIN = r'[^"\\\x00-\x1f]'
 _PYTHON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
-def enforceable_schema(schema: Any, place: str = "#", pattern_error: Callable[[str], str | None] = regex_error) -> Any:
+def enforceable_schema(
+    schema: Any,
+    place: str = "#",
+    pattern_error: Callable[[str], str | None] = regex_error,
+    *,
+    lengths_as_patterns: bool = False,
+) -> Any:
     """Return a copy of `schema` in the words that xgrammar enforces.
 
-    Lengths of strings become patterns: its own rule for them lets raw control characters through,
-    which JSON forbids.  Raises `RequestError` with the place of what is malformed or would not be enforced.
+    Its own rule for the length of strings lets raw control characters through, which JSON forbids: whoever
+    leaves `minLength` and `maxLength` in must mask those, or have them turned into patterns, which are slow
+    beyond 128 characters.  Raises `RequestError` with the place of what is malformed or would not be enforced.
     `pattern_error` says what is wrong with a regular expression, if anything.
     """
     copy = deepcopy(schema)
-    _Checker(copy, place, pattern_error).check(copy, place)
+    _Checker(copy, place, pattern_error, lengths_as_patterns).check(copy, place)
     return copy
 
 
 class _Checker:
     """Walks a schema; rewrites it in place."""
 
-    def __init__(self, root: Any, root_place: str, pattern_error: Callable[[str], str | None]) -> None:
+    def __init__(
+        self, root: Any, root_place: str, pattern_error: Callable[[str], str | None], lengths_as_patterns: bool
+    ) -> None:
         self.root, self.root_place = root, root_place
-        self.pattern_error = pattern_error
+        self.pattern_error, self.lengths_as_patterns = pattern_error, lengths_as_patterns
         # places already checked: references may be recursive
         self.seen: set[str] = set()
 
@@ -161,7 +170,11 @@ class _Checker:
         if "multipleOf" in schema and "number" in types:
             _refuse(f"{place}/multipleOf", "this keyword is enforced for integers only")
         if "minLength" in schema or "maxLength" in schema:
-            _lengths_to_pattern(schema, place)
+            low, high = _checked_lengths(schema, place)
+            if self.lengths_as_patterns:
+                schema["pattern"] = f"^{_PLAIN}{{{low},{'' if high is None else high}}}$"
+                schema.pop("minLength", None)
+                schema.pop("maxLength", None)
         if "array" in types:
             self._check_array(schema, place)
         if "object" in types:
@@ -192,14 +205,14 @@ class _Checker:
             self.check(schema.get("additionalProperties", True), f"{place}/additionalProperties")
 
 
-def _lengths_to_pattern(schema: dict[str, Any], place: str) -> None:
-    low, high = schema.pop("minLength", 0), schema.pop("maxLength", None)
+def _checked_lengths(schema: dict[str, Any], place: str) -> tuple[int, int | None]:
+    low, high = schema.get("minLength", 0), schema.get("maxLength")
     for name, value in (("minLength", low), ("maxLength", high)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             _refuse(f"{place}/{name}", f"must be an integer >= 0, not {value!r}")
     if high is not None and low > high:
         _refuse(f"{place}/maxLength", f"{high} is less than minLength {low}")
-    schema["pattern"] = f"^{_PLAIN}{{{low},{'' if high is None else high}}}$"
+    return low, high
 
 
 def _types(schema: dict[str, Any], place: str) -> tuple[str, ...]:

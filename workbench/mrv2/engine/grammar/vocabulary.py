@@ -52,16 +52,28 @@ _SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF
 
 
 def utf8_masks(tokens: Sequence[bytes]) -> dict[int, np.ndarray]:
-    """Return, for the last byte of a text, which tokens keep it valid UTF-8 ([W] int32, as masks are).
+    """Return, for each token behind which not all do, which tokens keep a text valid UTF-8 ([W] int32, as masks are).
 
     Grammar libraries take overlong forms and surrogates for characters of a negated class.  The tokens of a
     trained vocabulary are cut from valid text, so that only the seam between two tokens can go wrong.
     """
-    starts = np.full(-(-len(tokens) // 32) * 32, -1, dtype=np.int16)
+    starts = np.full(_padded(len(tokens)), -1, dtype=np.int16)
     starts[: len(tokens)] = [token[0] if token else -1 for token in tokens]
     is_continuation = (starts >= 0x80) & (starts <= 0xBF)
     masks = {}
     for lead, (low, high) in _SECOND_BYTES.items():
         legal = ~is_continuation | ((starts >= low) & (starts <= high))
         masks[lead] = np.packbits(legal, bitorder="little").view(np.int32)
-    return masks
+    return {index: masks[token[-1]] for index, token in enumerate(tokens) if token and token[-1] in masks}
+
+
+def without_controls(tokens: Sequence[bytes], but: bytes) -> np.ndarray:
+    """Return which tokens hold no control character (below U+0020) except those in `but`. [W] int32, as masks are"""
+    refused = bytes(set(range(0x20)) - set(but))
+    legal = np.ones(_padded(len(tokens)), dtype=bool)
+    legal[: len(tokens)] = [token == token.translate(None, refused) for token in tokens]
+    return np.packbits(legal, bitorder="little").view(np.int32)
+
+
+def _padded(num_tokens: int) -> int:
+    return -(-num_tokens // 32) * 32

@@ -1,7 +1,9 @@
 """After sampling: tokens into Python lists, host rows and the output of the step.
 
 Sync mode waits for the tokens at once; async mode writes placeholders and fills them in when the output
-copy has arrived, which the engine waits for one step late.
+copy has arrived, which the engine waits for one step late.  A step with drafts gives a request as many tokens as
+verification left: sync mode learns the number with the wait, async mode writes one placeholder and corrects the
+lists after the forward pass of the next step was launched.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from mrv2.device import Event, Stream
-from mrv2.instrument import stages
+from mrv2.instrument import stage, stages
 from mrv2.runner.async_logprobs import StepLogprobs
 from mrv2.runner.async_output import OutputSlot, OutputSlots, PinnedOutput
 from mrv2.runner.protocol import AsyncOutput, LogprobRows, SchedulerOutput, StepOutput
@@ -22,6 +24,8 @@ from mrv2.runner.v1.input_batch import InputBatch
 from mrv2.runner.v1.speculation import LogitRows, parse_output
 
 TO_LIST_WAIT = "v1: to_list"
+# sync mode: how many drafts of the step were accepted; async mode: of the step before the one just launched
+ACCEPTED_WAIT = "v1: accepted tokens"
 TOKENS_WAIT = "v1: output tokens for penalties"
 
 
@@ -33,7 +37,7 @@ class SampledStep(NamedTuple):
     req_ids: list[str]
     # [B] bool, in batch order
     discard: np.ndarray
-    # [N, 1] int64, a row behind each draft too
+    # [B, 1 + K] int64, -1 in place of rejected drafts
     sampled: torch.Tensor
     logprobs: StepLogprobs | None
     rows: LogitRows
@@ -62,6 +66,9 @@ class LateOutput:
     def get(self) -> StepOutput:
         """Wait for the output copy."""
         arrived = self.pending.get()
+        if self.sampled_step.rows.has_drafts:
+            lists = parse_output(arrived.sampled_token_ids.tolist(), self.sampled_step.discard.tolist())
+            arrived.num_sampled = np.array([len(tokens) for tokens in lists], dtype=np.int32)
         return _in_scheduling_order(self.sampled_step, arrived)
 
 
@@ -81,48 +88,49 @@ class Bookkeeper:
         self.slots = slots
         self.main = main
         self.transfer_event = transfer_event
-        # async mode: the output of the last step, and the placeholders that it will fill
-        self._last: tuple[PinnedOutput, dict[int, tuple[CachedRequestState, int]]] | None = None
+        # async mode: the output of the last step, and the requests whose placeholders it will fill, by row
+        self._last: tuple[PinnedOutput, dict[int, CachedRequestState]] | None = None
 
-    def settle(self, step: SampledStep) -> AsyncOutput:
-        """Sync mode: copy the tokens to the host, wait, and write them to every list.
+    @property
+    def is_behind(self) -> bool:
+        """True while placeholders stand for tokens of the last step."""
+        return self._last is not None and bool(self._last[1])
+
+    def settle(self, step: SampledStep) -> tuple[AsyncOutput, list[list[int]]]:
+        """Sync mode: copy the tokens to the host, wait, and write them to every list; return them by batch row too.
 
         The host waits at once, so the copy stays on the main stream whatever the knob `output_copy` says.
         """
-        slot = self.slots.take(step.rows.num_rows)
+        slot = self.slots.take(*step.sampled.shape)
         self._copy_out(step, slot, self.main)
         self.transfer_event.record(self.main)
-        self.transfer_event.synchronize(TO_LIST_WAIT)
-        drawn: list[int] = slot.sampled[:, 0].tolist()
+        self.transfer_event.synchronize(ACCEPTED_WAIT if step.rows.has_drafts else TO_LIST_WAIT)
+        arrived = slot.sampled.numpy().copy()
         self.slots.give_back(slot)
-        token_lists = parse_output(step.rows, drawn, step.discard.tolist())
-        # [B, 1 + k]
-        sampled = np.full((len(step.req_ids), int(step.rows.counts.max())), PLACEHOLDER, dtype=np.int64)
-        for row, tokens in enumerate(token_lists):
-            sampled[row, : len(tokens)] = tokens
+        with stage(stages.V1_PARSE_OUTPUT, step.scheduled.step):
+            token_lists = parse_output(arrived.tolist(), step.discard.tolist())
         counts = np.array([len(tokens) for tokens in token_lists], dtype=np.int32)
-        output = StepOutput(step.scheduled.step, step.req_ids, sampled, counts)
+        output = StepOutput(step.scheduled.step, step.req_ids, arrived, counts)
         if step.logprobs is not None:
             step.logprobs.arrive(output)
         for row, tokens in enumerate(token_lists):
             if tokens:
                 self._append(row, step.req_ids[row], tokens)
-        return DoneOutput(step.scheduled.step, _in_scheduling_order(step, output))
+        return DoneOutput(step.scheduled.step, _in_scheduling_order(step, output)), token_lists
 
     def defer(self, step: SampledStep, stream: Stream) -> AsyncOutput:
         """Async mode: write placeholders, send the tokens on their way on `stream`."""
         discarded = set(np.flatnonzero(step.discard).tolist())
-        # the request, and which of its outputs this step samples
-        expected: dict[int, tuple[CachedRequestState, int]] = {}
+        expected: dict[int, CachedRequestState] = {}
         for row, req_id in enumerate(step.req_ids):
             if row in discarded:
                 continue
-            state = self.requests[req_id]
-            expected[row] = (state, len(state.output_token_ids))
+            expected[row] = self.requests[req_id]
             self._append(row, req_id, [PLACEHOLDER])
+            expected[row].num_placeholders += 1
         if stream is not self.main:
             stream.wait_event(self.main.record_event())
-        slot = self.slots.take(len(step.req_ids))
+        slot = self.slots.take(*step.sampled.shape)
         self._copy_out(step, slot, stream)
         pending = PinnedOutput(
             step=step.scheduled.step,
@@ -138,14 +146,15 @@ class Bookkeeper:
         self._last = (pending, expected)
         return LateOutput(pending.step, pending, step)
 
-    def catch_up(self) -> None:
+    def catch_up(self, reason: str = TOKENS_WAIT) -> None:
         """Async mode: wait for the tokens of the step before, if placeholders stand for them, and fill them in.
 
-        Penalties, bad words and thinking budget are computed from the host's lists: the overlap is lost.
+        Penalties, bad words and thinking budget are computed from the host's lists, before sampling: the overlap is
+        lost.  With drafts the lists are corrected in every step.
         """
         if self._last is not None and self._last[1]:
             pending, expected = self._last
-            pending.done.synchronize(TOKENS_WAIT)
+            pending.done.synchronize(reason)
             self._fill_in(expected, pending.slot.sampled.numpy())
         self._last = None
 
@@ -176,20 +185,26 @@ class Bookkeeper:
 
     def _fill_in(
         self,
-        expected: dict[int, tuple[CachedRequestState, int]],
-        # [B, 1]
+        expected: dict[int, CachedRequestState],
+        # [B, 1 + K]
         sampled: np.ndarray,
     ) -> None:
         """Replace placeholders by the tokens that arrived, for requests that are still there."""
-        for row, (state, index) in expected.items():
+        arrived = parse_output(sampled.tolist(), [False] * len(sampled))
+        for row, state in expected.items():
             if self.requests.get(state.req_id) is not state:
                 continue
-            token = int(sampled[row, 0])
-            state.output_token_ids[index] = token
+            outputs, tokens = state.output_token_ids, arrived[row]
+            # of several placeholders the first: outputs arrive in order
+            first = len(outputs) - state.num_placeholders
+            outputs[first : first + 1] = tokens
+            state.num_placeholders -= 1
             # it may have moved, or lost its row, since
             row_now = self.batch.req_id_to_index.get(state.req_id)
             if row_now is not None:
-                self.batch.token_ids_cpu[row_now, state.num_prompt_tokens + index] = token
+                start = state.num_prompt_tokens + first
+                self.batch.num_tokens[row_now] = state.num_tokens
+                self.batch.token_ids_cpu[row_now, start : state.num_tokens] = outputs[first:]
         expected.clear()
 
 

@@ -22,8 +22,10 @@ class CachedRequestState:
     num_computed_tokens: int
     # G lists of physical block ids
     block_ids: tuple[list[int], ...]
-    # for its next step
+    # for its next step; async mode leaves them on the device
     draft_token_ids: list[int] = field(default_factory=list)
+    # of the last output tokens, those that stand for a step each
+    num_placeholders: int = 0
 
     @classmethod
     def of(cls, request: NewRequest) -> CachedRequestState:

@@ -31,8 +31,11 @@ class InputBatch:
         max_model_len: int,
         # G x [R, MB] int32, device
         block_tables: list[torch.Tensor],
+        # seeds travel for greedy requests too
+        always_seeds: bool = False,
     ) -> None:
         self.max_num_seqs = max_num_seqs
+        self.always_seeds = always_seeds
         # None = a hole
         self.req_ids: list[str | None] = []
         self.req_id_to_index: dict[str, int] = {}
@@ -172,7 +175,7 @@ class InputBatch:
             all_random=not self.greedy_reqs,
             rows=self.rows.gpu[:num_reqs],
             temperature=None if all_greedy else self.temperature.copy_to_gpu(stream, num_reqs),
-            seeds=None if all_greedy else self.seeds.copy_to_gpu(stream, num_reqs),
+            seeds=None if all_greedy and not self.always_seeds else self.seeds.copy_to_gpu(stream, num_reqs),
             # one kernel reads both
             top_p=self.top_p.copy_to_gpu(stream, num_reqs) if shaped else None,
             top_k=self.top_k.copy_to_gpu(stream, num_reqs) if shaped else None,

@@ -7,7 +7,8 @@
             copy |                                                            [D2H n]
 
 The pinned buffers of input preparation are shared by all steps.  Sync mode may rewrite them because it
-has waited for the step before; async mode waits for an event behind that step's copies.
+has waited for the step before; async mode waits for an event behind that step's copies.  With drafts the host
+waits once more a step: see `speculation` and `proposer`.
 """
 
 from __future__ import annotations
@@ -26,31 +27,21 @@ from mrv2.runner.forward import ForwardBuffers
 from mrv2.runner.grammar_masks import GrammarMasks
 from mrv2.runner.protocol import AsyncOutput, GrammarMask, GraphSet, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
-from mrv2.runner.v1.bookkeeping import Bookkeeper, SampledStep
-from mrv2.runner.v1.cached_request import PLACEHOLDER, CachedRequestState
+from mrv2.runner.v1.bookkeeping import ACCEPTED_WAIT, Bookkeeper, SampledStep
+from mrv2.runner.v1.cached_request import CachedRequestState
+from mrv2.runner.v1.drafting import Drafting, LogitsHolder
 from mrv2.runner.v1.features import FeatureBuilder, FeatureTensors
 from mrv2.runner.v1.input_batch import InputBatch
 from mrv2.runner.v1.logprobs import PROMPT_WAIT, LogprobKeeper, LogprobWork, gather_prompts
 from mrv2.runner.v1.prepare import InputPreparer, PreparedStep, SampledOnDevice
 from mrv2.runner.v1.sampler import sample
 from mrv2.runner.v1.sampling_metadata import SamplingMetadata
-from mrv2.runner.v1.speculation import LogitRows, propose_ngram
+from mrv2.runner.v1.speculation import LogitRows
 from mrv2.runner.v1.update_states import update_states
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.model_state import ModelState
 
 BARRIER_WAIT = "v1: prepare_inputs barrier"
-
-
-class LogitsHolder:
-    """Carries the logits from one device stage to the next; filled and read in stream order."""
-
-    __slots__ = ("logits", "positions")
-
-    # [B, V]
-    logits: torch.Tensor
-    # [B] int32
-    positions: torch.Tensor
 
 
 class ExecuteModelState(NamedTuple):
@@ -69,7 +60,6 @@ class ModelRunnerV1:
 
     name: Literal["v1", "v2"] = "v1"
     max_queue_depth = 2
-    graph_sets: Sequence[GraphSet] = ()
 
     def __init__(self, resources: RunnerResources) -> None:
         r = self.resources = resources
@@ -94,6 +84,8 @@ class ModelRunnerV1:
             max_num_seqs=r.max_num_seqs,
             max_model_len=r.max_model_len,
             block_tables=r.forward.buffers.block_tables,
+            # acceptance is drawn for greedy requests too
+            always_seeds=r.max_num_spec_tokens > 0,
         )
         self.preparer = InputPreparer(r, self.batch, self.main)
         width = 1 + r.max_num_spec_tokens
@@ -111,6 +103,8 @@ class ModelRunnerV1:
         )
         # passed once the copies out of the shared pinned buffers have run
         self.prepare_inputs_event = r.device.event()
+        self.drafting = Drafting(r, self.requests, self.batch, self.main)
+        self.graph_sets: Sequence[GraphSet] = (self.drafting.proposer.passes,)
         self._stats = RunnerStats()
         self._previous: SampledOnDevice | None = None
         self._pending: ExecuteModelState | None = None
@@ -136,8 +130,11 @@ class ModelRunnerV1:
             num_scheduled = dict(zip(scheduled.req_ids, scheduled.num_scheduled_tokens.tolist(), strict=True))
             previous = self._still_running(scheduled.freed_req_ids)
             update_states(self.requests, self.batch, scheduled, num_scheduled, self.main)
-            rows = LogitRows.of(self._drafts_of(scheduled))
-            prepared = self.preparer.prepare(self.requests, scheduled, num_scheduled, previous, rows)
+            rows = LogitRows.of(self.drafting.scheduled(scheduled))
+            prepared = self.preparer.prepare(
+                self.requests, scheduled, num_scheduled, previous, rows, self.drafting.drafted_rows
+            )
+            self.drafting.send_inputs(prepared)
             if knobs.async_scheduling:
                 self.prepare_inputs_event.record(self.main)
         with stage(stages.V1_FORWARD, step):
@@ -151,8 +148,11 @@ class ModelRunnerV1:
                 self.resources.model,
                 forward.buffers,
                 prepared.batch.query_start_loc[: self.batch.num_reqs + 1],
-                prepared.row_tokens,
+                None if prepared.spec is None else prepared.spec.logits_indices,
             )
+        if knobs.async_scheduling and self.drafting.is_uncertain(previous):
+            # how many tokens the step before yielded, while this one runs
+            self.bookkeeper.catch_up(ACCEPTED_WAIT)
         self._stats.num_steps += 1
         self._stats.num_graph_replays += replayed
         self._pending = ExecuteModelState(scheduled, self.batch.ids, prepared, self.batch.sampling_metadata, holder)
@@ -165,25 +165,40 @@ class ModelRunnerV1:
         with stage(stages.V1_SAMPLE, scheduled.step):
             if grammar is not None:
                 self._apply_grammar(grammar, scheduled, req_ids, prepared.rows, holder)
-            # a fresh tensor a step: the copy stream, and the next step, still read it
-            sampled = self.device.empty((prepared.rows.num_rows, 1), torch.int64)
+            # fresh tensors a step: the copy stream, and the next step, still read them
+            sampled = self.device.empty((len(req_ids), prepared.rows.width), torch.int64)
             logprobs, work = self._logprobs(scheduled.step, prepared)
-            if self.batch.history_reqs and knobs.async_scheduling:
-                self.bookkeeper.catch_up()
+            if self.batch.history_reqs:
+                if knobs.async_scheduling:
+                    self.bookkeeper.catch_up()
+                self.drafting.fill_in(prepared.rows, req_ids)
             features = self.features.build(scheduled.step, self.batch, self.requests, prepared.rows, self.main)
-            self.main.run(stages.SAMPLE, _sample, holder, metadata, prepared.row_owners, sampled, work, features)
-        with stage(stages.V1_BOOKKEEP, scheduled.step):
-            done = SampledStep(scheduled, req_ids, prepared.discard, sampled, logprobs, prepared.rows)
-            if not knobs.async_scheduling:
+            if prepared.spec is None:
+                self.main.run(stages.SAMPLE, _sample, holder, metadata, sampled, work, features)
+            else:
+                discard = self.preparer.discard.gpu[: len(req_ids)]
+                self.drafting.verify(holder, metadata, prepared, discard, sampled, work, features)
+        done = SampledStep(scheduled, req_ids, prepared.discard, sampled, logprobs, prepared.rows)
+        if not knobs.async_scheduling:
+            with stage(stages.V1_BOOKKEEP, scheduled.step):
                 self._previous = None
-                output = self.bookkeeper.settle(done)
-                self._propose(req_ids, scheduled.num_next_drafts)
-                return output
-            discard = prepared.discard.tolist()
-            rows = {req_id: row for row, req_id in enumerate(req_ids) if not discard[row]}
+                output, token_lists = self.bookkeeper.settle(done)
+            # what drafts must have the tokens on the host: it comes behind the books
+            self.drafting.propose(scheduled, req_ids, prepared, token_lists)
+            return output
+        stream = self.copy_stream if knobs.output_copy == "side_stream" else self.main
+        with stage(stages.V1_BOOKKEEP, scheduled.step):
+            output = self.bookkeeper.defer(done, stream)
+            discarded = prepared.discard.tolist()
+            rows = {req_id: row for row, req_id in enumerate(req_ids) if not discarded[row]}
             self._previous = SampledOnDevice(sampled, rows)
-            stream = self.copy_stream if knobs.output_copy == "side_stream" else self.main
-            return self.bookkeeper.defer(done, stream)
+        if self.drafting.follows:
+            discard = self.preparer.discard.gpu[: len(req_ids)]
+            needs_host = bool(self.batch.history_reqs) or scheduled.has_grammar
+            self.drafting.propose_padded(
+                scheduled, prepared, discard, self._previous, self.copy_stream if needs_host else None
+            )
+        return output
 
     def _apply_grammar(
         self,
@@ -200,44 +215,22 @@ class ModelRunnerV1:
         self.grammar_masks.release(self.main.record_event())
 
     def take_drafts(self, req_ids: list[str]) -> np.ndarray:
-        """Return the drafts of requests, which the host knows; -1 behind them. [n, K] int64"""
-        drafts = np.full((len(req_ids), self.resources.max_num_spec_tokens), PLACEHOLDER, dtype=np.int64)
-        for row, req_id in enumerate(req_ids):
-            mine = self.requests[req_id].draft_token_ids
-            drafts[row, : len(mine)] = mine
-        return drafts
+        """Return the drafts of requests; async mode waits for them. -1 behind them. [n, K] int64"""
+        return self.drafting.take(req_ids)
 
     def reset(self) -> None:
         """Forget every request."""
         self.requests.clear()
         self.batch.clear()
         self.bookkeeper.forget()
+        self.drafting.forget()
         self._previous = None
-
-    def _drafts_of(self, scheduled: SchedulerOutput) -> list[list[int]]:
-        """Return the drafts that each request of the batch has verified in this step, -1 for those not found."""
-        wanted = dict(zip(scheduled.req_ids, scheduled.num_draft_tokens.tolist(), strict=True))
-        drafts = []
-        for req_id in self.batch.ids:
-            count, mine = wanted[req_id], self.requests[req_id].draft_token_ids
-            drafts.append((mine + [PLACEHOLDER] * count)[:count])
-        return drafts
-
-    def _propose(self, req_ids: list[str], num_drafts: int) -> None:
-        """Look up the drafts of the next step, request by request."""
-        if not num_drafts:
-            return
-        with stage(stages.V1_PROPOSE):
-            min_n, max_n = self.resources.ngram_lengths
-            for row, req_id in enumerate(req_ids):
-                tokens = self.batch.token_ids_cpu[row, : self.batch.num_tokens[row]]
-                drafts = propose_ngram(tokens, num_drafts, min_n=min_n, max_n=max_n)
-                self.requests[req_id].draft_token_ids = drafts
 
     def _still_running(self, freed_req_ids: list[str]) -> SampledOnDevice | None:
         """Return the tokens of the step before; one that is freed, and perhaps comes back, has no claim to them."""
         previous = self._previous
         if previous is not None:
+            previous.arrived = not self.bookkeeper.is_behind
             for req_id in freed_req_ids:
                 previous.rows.pop(req_id, None)
         return previous
@@ -278,13 +271,9 @@ def _compute_logits(
 def _sample(
     holder: LogitsHolder,
     metadata: SamplingMetadata,
-    # [N] int32: batch row of each logits row; None = one a request
-    row_owners: torch.Tensor | None,
-    # [N, 1] int64, out
+    # [B, 1] int64, out
     sampled: torch.Tensor,
     logprobs: LogprobWork | None,
     features: FeatureTensors | None,
 ) -> None:
-    if row_owners is not None:
-        metadata = metadata.expanded(row_owners)
     sample(holder.logits, holder.positions, metadata, sampled.view(-1), logprobs, features)

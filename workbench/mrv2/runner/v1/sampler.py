@@ -30,49 +30,78 @@ def sample(
     features: FeatureTensors | None = None,
 ) -> None:
     """Draw one token a row, -1 where the row holds NaN or nothing finite; device code."""
-    precise = torch.promote_types(logits.dtype, torch.float32)
-    # [B, V]
-    raw_logprobs = logits.log_softmax(dim=-1, dtype=precise) if logprobs is not None else None
-    logits = logits.to(precise, copy=True)
+    raw_logprobs = log_softmax(logits) if logprobs is not None else None
+    sampled.copy_(draw(process(logits, features), positions, metadata))
+    if logprobs is not None and raw_logprobs is not None:
+        gather_all(raw_logprobs, sampled, logprobs)
+
+
+# logits [B, V] -> [B, V] float32 or float64
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return raw log-probabilities; device code."""
+    return logits.log_softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+# logits [B, V] -> [B, V] float32 or float64
+def process(logits: torch.Tensor, features: FeatureTensors | None) -> torch.Tensor:
+    """Return a copy, to which the sampling features are applied; device code."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     if features is not None:
         apply_features(logits, features)
-    greedy = None if metadata.all_random else _best(logits)
-    if metadata.all_greedy:
-        assert greedy is not None, "a batch cannot be all greedy and all random"
-        sampled.copy_(greedy)
-    else:
-        sampled.copy_(_sample_random(logits, positions, metadata, greedy))
-    if logprobs is not None and raw_logprobs is not None:
-        if logprobs.narrow is not None:
-            gather_logprobs(raw_logprobs, sampled, logprobs.narrow)
-        for first, count, out, named in logprobs.wide:
-            own = slice(first, first + count)
-            gather_logprobs(raw_logprobs[own], sampled[own], out, named)
+    return logits
 
 
-def _sample_random(
+def gather_all(
+    # [B, V]
+    raw_logprobs: torch.Tensor,
+    # [B] int64, -1 = none
+    sampled: torch.Tensor,
+    logprobs: LogprobWork,
+) -> None:
+    """Write the log-probabilities of every row's token; device code."""
+    if logprobs.narrow is not None:
+        gather_logprobs(raw_logprobs, sampled, logprobs.narrow)
+    for first, count, out, named in logprobs.wide:
+        own = slice(first, first + count)
+        gather_logprobs(raw_logprobs[own], sampled[own], out, named)
+
+
+def draw(
     # [B, V] float32 or float64; changed
     logits: torch.Tensor,
     # [B] int32
     positions: torch.Tensor,
     metadata: SamplingMetadata,
-    # [B] int64, None = no row is greedy
-    greedy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the drawn token of each row, the greedy one where the temperature is 0. [B] int64"""
-    rows, temperature, seeds = metadata.rows, metadata.temperature, metadata.seeds
-    assert rows is not None and temperature is not None and seeds is not None, "random rows need their parameters"
-    divisor = temperature if greedy is None else torch.where(temperature == 0.0, 1.0, temperature)
-    logits.div_(divisor.unsqueeze(1))
-    if metadata.min_p is not None:
-        apply_min_p(logits, rows, metadata.min_p)
-    if metadata.top_k is not None and metadata.top_p is not None:
-        apply_top_k_top_p(logits, rows, metadata.top_k, metadata.top_p)
+    """Return one token a row: greedy and random ones are both computed and merged; device code. [B] int64"""
+    greedy = None if metadata.all_random else _best(logits)
+    if metadata.all_greedy:
+        assert greedy is not None, "a batch cannot be all greedy and all random"
+        return greedy
+    temperature, seeds = metadata.temperature, metadata.seeds
+    assert temperature is not None and seeds is not None, "random rows need their parameters"
+    shape(logits, metadata)
     probs = logits.softmax(dim=-1)
     noise = torch.empty_like(probs)
     exponential_noise(noise, seeds, positions)
     drawn = _best(probs.div_(noise))
     return drawn if greedy is None else torch.where(temperature == 0.0, greedy, drawn)
+
+
+def shape(
+    # [B, V] float32 or float64, in and out
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+) -> None:
+    """Divide by the temperature (greedy rows: by 1), then mask by min-p, top-k and top-p; device code."""
+    rows, temperature = metadata.rows, metadata.temperature
+    assert rows is not None and temperature is not None, "random rows need their parameters"
+    divisor = temperature if metadata.all_random else torch.where(temperature == 0.0, 1.0, temperature)
+    logits.div_(divisor.unsqueeze(1))
+    if metadata.min_p is not None:
+        apply_min_p(logits, rows, metadata.min_p)
+    if metadata.top_k is not None and metadata.top_p is not None:
+        apply_top_k_top_p(logits, rows, metadata.top_k, metadata.top_p)
 
 
 # scores [B, V] -> [B] int64

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from mrv2.device import Device
+from mrv2.instrument import stages
+from mrv2_kernels.spec.draft_probs import DraftProbs
 
 
 @dataclass(slots=True)
@@ -39,3 +41,16 @@ class DraftDistribution:
             f"to_target has shape {tuple(to_target.shape)}, the drafter {draft_vocab_size} tokens"
         )
         return cls(device.zeros((max_num_seqs, max_num_spec_tokens, draft_vocab_size), torch.float32), to_target)
+
+    def draft_probs(self, device: Device, vocab_size: int) -> DraftProbs:
+        """Return the same as verification reads it, with the way back from target ids."""
+        if self.to_target is None:
+            return DraftProbs(self.probs)
+        from_target = device.full((vocab_size,), -1, torch.int32)
+        device.main.run(stages.UPLOAD, _invert, from_target, self.to_target)
+        return DraftProbs(self.probs, from_target)
+
+
+def _invert(from_target: torch.Tensor, to_target: torch.Tensor) -> None:
+    """Device code: draft id of each target id, -1 where there is none."""
+    from_target[to_target] = torch.arange(to_target.shape[0], dtype=torch.int32, device=to_target.device)

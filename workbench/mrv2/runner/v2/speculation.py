@@ -61,11 +61,7 @@ class Speculation:
 
     def add_distribution(self, spec_method: str, distribution: DraftDistribution) -> None:
         """Drafts of this method are drawn from `distribution`, where verification goes by probabilities."""
-        from_target = None
-        if distribution.to_target is not None:
-            from_target = self.device.full((self.vocab_size,), -1, torch.int32)
-            self.device.main.run(stages.UPLOAD, _invert, from_target, distribution.to_target)
-        self._draft_probs[spec_method] = DraftProbs(distribution.probs, from_target)
+        self._draft_probs[spec_method] = distribution.draft_probs(self.device, self.vocab_size)
 
     def submit_logit_rows(
         self, stream: Stream, scheduled: SchedulerOutput, batch: UploadedBatch
@@ -118,10 +114,6 @@ class Speculation:
 
 def _fill_rates(rates: torch.Tensor, values: tuple[float, ...]) -> None:
     rates.copy_(torch.tensor(values, dtype=torch.float32))
-
-
-def _invert(from_target: torch.Tensor, to_target: torch.Tensor) -> None:
-    from_target[to_target] = torch.arange(to_target.shape[0], dtype=torch.int32, device=to_target.device)
 
 
 def _expand(
