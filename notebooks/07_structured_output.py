@@ -74,6 +74,7 @@ llm = LLM(
     max_model_len=160,
     max_num_seqs=8,
     num_gpu_blocks=100,
+    max_num_spec_tokens=3,
 )
 core, tokenizer = llm.client.core, llm.get_tokenizer()
 EOS = 2
@@ -297,6 +298,34 @@ depth
 
 # %%
 depth.check(...)
+
+# %% [markdown]
+# ## With drafts
+#
+# A step that verifies K drafts draws at 1 + K positions, and what the grammar allows differs from one to the next: each has a mask of its own. To make them
+# the host must know the drafts too. That is a second named wait, and still nothing waits that follows no grammar.
+
+
+# %%
+def with_drafts(method: str) -> tuple[list[str], dict[str, int]]:
+    """Serve constrained and free requests; return their texts and the waits by reason."""
+    llm.set(spec_method=method, queue_depth=2)
+    before = dict(core.device.waits)
+    params = [bound.replace(seed=i, temperature=0.3) for i in range(3)]
+    params += [SamplingParams(temperature=0.3, seed=i, max_tokens=30, ignore_eos=True) for i in range(2)]
+    texts = [o.outputs[0].text for o in llm.generate(["ab"] * len(params), params, use_tqdm=False)]
+    return texts, {
+        reason: n - before.get(reason, 0) for reason, n in core.device.waits.items() if n > before.get(reason, 0)
+    }
+
+
+without, plain_waits = with_drafts("off")
+drafted, draft_waits = with_drafts("ngram")
+assert drafted == without, "drafts change no token, with a grammar or without"
+for text in drafted[:3]:
+    assert set(json.loads(text)) == {"name", "age"}
+print("waits without drafts:", plain_waits)
+print("waits with drafts:   ", draft_waits)
 
 # %%
 llm.close()

@@ -111,13 +111,15 @@ print(f"kernels below 4 us: {sum(int(kernels.count[row]) for row in short):,} of
 #
 # [Graphs](../docs/glossary.md#cuda-graph) on three levels: `off` launches every kernel from Python, `model` replays the forward, `step` replays everything
 # of a decode step. With [async scheduling](../docs/glossary.md#async-scheduling) the host works while the device does. The `off` records were taken six at
-# a time on one GPU, so compare inside a line only; between `model` and `step` the kernels below have changed as well.
+# a time on one GPU, so compare inside a line only; between `model` and `step` the kernels below have changed as well, and in the last column products
+# take in what surrounds them. Each record is one run: a few percent between two columns may be noise.
 
 # %%
 levels = {
     "off": {name: speeds(f"graphs-off-{name}", "v2 async")[name] for name in "abcd"},
     "model": speeds("graphs-model", "v2 async"),
     "step": ours,
+    "step, fused": speeds("graphs-step-fused", "v2 async"),
 }
 table({"V1 async, model": speeds("graphs-model", "v1 async"), **{f"V2, {k}": v for k, v in levels.items()}})
 for mode in ("sync", "async"):
@@ -157,7 +159,8 @@ gained.check(...)
 #
 # All four products of 28 layers, microseconds; reading the weights takes 199. A kernel that fetches its weights *before its input is there* (programmatic
 # dependent launch) hides most of the reading under its predecessor. "none ahead" is the same kernels without that. **Look for** the batch at
-# which it no longer pays.
+# which it no longer pays, and at the last two columns: the products with norms, activation and additions as kernels between them ("in layers"),
+# and with those inside the products ("fused").
 
 # %%
 gemms = record("gemms")
@@ -165,7 +168,7 @@ by_rows: dict[str, dict[int, float]] = {}
 for chain in gemms["chains"]:
     if chain["microseconds"]:
         by_rows.setdefault(chain["name"].removeprefix("fastest "), {})[chain["num_rows"]] = chain["microseconds"]
-names = ("library", "resident", "streamed", "picked", "picked, none ahead")
+names = ("library", "resident", "streamed", "picked", "picked, none ahead", "picked, in layers", "picked, fused")
 table({name: by_rows[name] for name in names}, "{:.0f}")
 print(f"floor: {gemms['floor_microseconds']:.0f} us")
 saved = by_rows["library"][1] - by_rows["picked"][1]
@@ -244,12 +247,13 @@ table(draws, "{:.0f}")
 #
 # * **Streaming weights through L2** (`gemm/streamed.py`): prefetched before the wait, read after it. The second hop costs more than the library loses.
 # * **Resident weights at 64 rows and more** (`gemm/resident.py`): every program reads the whole input anew, which then outweighs the weights.
-# * **Norms and activation inside the products at one row**: the step has fewer launches, but each program computes the norm again (`picked, fused`).
+# * **Norms, activation and additions inside the products at 64 rows**: each program reads and normalises the whole input anew. Up to 32 rows it pays.
 # * **Launching fused attention ahead** (`fused pdl`): a gain at some shapes, a loss at others; it is decided shape by shape.
 # * **The fused attention at 256 requests**: enough work to fill the device without it, so the chain is chosen there.
 
 # %%
-table({name: by_rows[name] for name in ("library", "streamed", "resident", "picked", "picked, fused")}, "{:.0f}")
+inside = {rows: by_rows["picked, in layers"][rows] - us for rows, us in by_rows["picked, fused"].items()}
+print("microseconds a step that fusing saves, by rows:", {rows: round(gain) for rows, gain in inside.items()})
 ahead = {place: best["fused"][place] - best["fused pdl"][place] for place in order}
 print("microseconds that launching ahead saves a layer:", {place: round(gain, 1) for place, gain in ahead.items()})
 

@@ -54,6 +54,8 @@ def main() -> int:
             rate, idle = found["tok_s"]["p50"], found["idle_pct"]["p50"]
             shown = "n/a" if idle is None else f"{idle:.0f} %"
             took = f"{1000 * (intent.seconds or 0.0):.0f} ms to switch"
+            if intent.change is not None and intent.change.num_graphs:
+                took += f", {intent.change.num_graphs} graphs captured in {intent.capture_seconds or 0.0:.1f} s"
             print(f"step {intent.step}, {took}, {rate or 0:,.0f} tok/s, device idle {shown}: {changes}")
         print(bench.ab("V1 as it was", "V2 async", requests=args.requests, repetitions=4, recorded=False))
         bench.wait(seconds=3.0)

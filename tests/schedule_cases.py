@@ -14,6 +14,7 @@ import torch
 
 from mrv2.config import Knobs
 from mrv2.device import make_device
+from mrv2.engine.core import EngineCore
 from mrv2.sampling_params import SamplingParams
 from serving import BLOCK_SIZE, MAX_MODEL_LEN, Collector, alone, make_core, random_prompt
 from spec.knowing_head import make_knowing
@@ -185,6 +186,8 @@ class KnowingSpeculator:
     ) -> None:
         """Device code: look the history up among the sequences."""
         for row in idx_mapping.tolist():
+            if row < 0:
+                continue
             total = int(state.arena["total_len"][row])
             history = state.arena["token_ids"][row, :total].tolist()
             known = next((s for s in self.sequences if s[:total] == history), [])
@@ -222,6 +225,8 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
             "verification": pick_verification(rng, axes),
             "async_scheduling": bool(rng.integers(2)),
             "queue_depth": int(rng.integers(1, 5)),
+            "cuda_graphs": ("off", "model", "step")[int(rng.integers(3))],
+            "adaptive_drafts": not rng.integers(4),
         }
     runner = ("v1", "v2")[int(rng.integers(2))]
     depth = int(rng.integers(1, 5 if runner == "v2" else 3))
@@ -234,8 +239,20 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
     }
 
 
-def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
-    """Serve the case's requests and compare each with itself alone; `options` change the engine (device, dtype)."""
+def use_speculator(core: EngineCore, method: str, speculator: Any) -> None:
+    """Let another speculator draft; what a CUDA graph holds of the old one stays, for a new one may not be captured."""
+    runner: Any = core.executor.runner
+    runner.drafting.speculators[method] = speculator
+    if core.device.type == "host":
+        runner.step_graphs.graphs.clear()
+        core.executor.capture_graphs()
+
+
+def run_case(case: Case, options: dict[str, Any] | None = None) -> int:
+    """Serve the case's requests and compare each with itself alone; `options` change the engine (device, dtype).
+
+    Returns how many steps were replayed whole.
+    """
     options = options or {}
     rng = np.random.default_rng(case.seed + 10**6)
     axes = case.axes
@@ -261,7 +278,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
     head = make_knowing(core) if axes["drafter"] == "knowing mtp" else None
     knowing = KnowingSpeculator(case.seed)
     if axes["drafter"] == "knowing":
-        core.executor.runner.drafting.speculators["ngram"] = knowing  # type: ignore[attr-defined]
+        use_speculator(core, "ngram", knowing)
     collector = Collector(core)
     expected = {}
     try:
@@ -287,7 +304,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
                 if request.aborted_at == turn:
                     core.abort([name])
             if axes["switches"] and rng.random() < 0.15:
-                core.set_knobs(**random_switch(rng, axes))
+                core.set_knobs(capture="between_steps" if rng.random() < 0.5 else "now", **random_switch(rng, axes))
             collector.step()
             turn += 1
             assert turn < 3000, f"not done after {turn} turns: {core.snapshot()}"
@@ -299,6 +316,7 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> None:
         assert v2_waits <= {"output", "graph capture"}, device.waits
         assert v2_waits == set(device.waits) or axes["runner"] == "v1" or axes["switches"], device.waits
         check_wasted_steps(case, core.scheduler.stats.num_wasted_steps)
+        return core.executor.runner.stats.num_step_replays
     finally:
         core.shutdown()
 

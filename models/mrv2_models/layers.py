@@ -60,7 +60,7 @@ class WeightSource:
     # distribution of random ("dummy") weights
     mean: float
     std: float
-    # view of the parameter that takes the scales of 8-bit weights; None = `dest` holds plain numbers
+    # [rows kept] float32, view of the parameter that takes the scales of 8-bit weights; None = `dest` is not quantised
     scale: torch.Tensor | None = None
 
     def store(self, values: torch.Tensor) -> None:

@@ -67,10 +67,10 @@ class ModelState(ABC):
 
     @property
     def step_graphs(self) -> bool:
-        """Whether a graph may hold a whole decode step.
+        """Whether a graph may hold a whole step of decodes or verifications.
 
-        Then `apply_staged_writes` has nothing to do, and `preprocess_state` and `postprocess_state` of a
-        decode batch are device work on tensors that stay where they are, without effect on padding rows.
+        Then `apply_staged_writes` has nothing to do, and `preprocess_state` and `postprocess_state` of such a
+        batch are device work on tensors that stay where they are, without effect on padding rows.
         """
         return False
 

@@ -10,7 +10,7 @@ import pytest
 
 from mrv2.config import Knobs
 from mrv2.sampling_params import SamplingParams
-from schedule_cases import MAX_TOKENS, RUNNER_MODES, V1_DRAFTERS, draw_case, run_case
+from schedule_cases import DRAFTERS, MAX_TOKENS, RUNNER_MODES, V1_DRAFTERS, draw_case, run_case
 from serving import Collector, make_core
 
 NUM_CI_SEEDS = 220
@@ -54,6 +54,14 @@ def impossible(pair: dict[str, str]) -> bool:
 
 def seeds_with(**axes: Any) -> Iterator[int]:
     return (s for s in range(NUM_CI_SEEDS) if all(draw_case(s).axes[k] == v for k, v in axes.items()))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_replays_whole_steps(drafter: str) -> None:
+    """The product would prove little about graphs if its steps with drafts fell back to stages."""
+    seeds = seeds_with(drafter=drafter, cuda_graphs="step", runner="v2", switches=False)
+    cases = [case for case in map(draw_case, seeds) if drafter == "none" or case.axes["num_drafts"]]
+    assert sum(map(run_case, cases[:4])) > 8
 
 
 def test_tight_pools_do_preempt() -> None:

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from mrv2.config import EngineConfig, Knobs
-from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot, TokenLogprob
+from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot, TokenLogprob
 from mrv2.errors import RequestError
 from mrv2.instrument import Recorder
 from mrv2_models.config import PRESET_DIR, ModelConfig
@@ -130,7 +130,7 @@ class FakeCore:
             ]
         return output
 
-    def set_knobs(self, **changes: Any) -> Knobs:
+    def set_knobs(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:
         self.knobs = self.knobs.with_changes(**changes)
         return self.knobs
 

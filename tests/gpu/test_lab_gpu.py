@@ -33,7 +33,9 @@ def test_it_runs_in_a_child_process_and_every_setting_is_applied_under_load(benc
     assert bench.place == "process" and bench.on_cuda
     for changes in SETTINGS:
         bench.wait(tokens=100)
-        assert bench.set(**changes).state == "applied"
+        intent = bench.set(**changes)
+        # requests went on while its graphs were captured, and all of them are there now
+        assert intent.state == "applied" and not intent.lacks_graphs and bench.snapshot().capture is None
         bench.wait(tokens=100)
     until(lambda: bench.trace)
     window = bench.driver.window

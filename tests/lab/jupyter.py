@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,31 +66,51 @@ def _environment(home: Path) -> dict[str, str]:
 
 @contextmanager
 def lab_server(root: Path, home: Path, *, theme: str = "JupyterLab Light") -> Iterator[str]:
-    """Serve `root` on a loopback port; yields the address. The whole process group ends with the block."""
+    """Serve `root` on a loopback port; yields the address."""
     for name, text in _SETTINGS.items():
         file = home / "settings" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text % theme if "%s" in text else text, encoding="utf-8")
-    port, log = _free_port(), home / "server.log"
+    port = _free_port()
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
         "--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={root}",
         "--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.expose_app_in_browser=True",
     ]  # fmt: skip
+    with _serving(command, port, home, f"api?token={TOKEN}") as base:
+        yield base
+
+
+@contextmanager
+def app_server(home: Path, model: str) -> Iterator[str]:
+    """Serve the panel alone, as ``mrv2 lab --app`` does; yields the address."""
+    port = _free_port()
+    command = [sys.executable, "-m", "mrv2.cli", "lab", "--app", "--model", model, "--no-browser", "--port", str(port)]
+    with _serving(command, port, home, "voila/api") as base:
+        yield base
+
+
+@contextmanager
+def _serving(command: list[str], port: int, home: Path, probe: str) -> Iterator[str]:
+    """Run a server until the block ends, and its whole process group with it; yields its address once it answers."""
+    log, base = home / "server.log", f"http://127.0.0.1:{port}"
     with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(home), start_new_session=True)
-    base = f"http://127.0.0.1:{port}"
+        server = subprocess.Popen(
+            command, stdout=out, stderr=out, env=_environment(home), cwd=home, start_new_session=True
+        )
     try:
-        for _ in range(300):
+        for _ in range(600):
             try:
-                urllib.request.urlopen(f"{base}/api?token={TOKEN}", timeout=1).read()
+                urllib.request.urlopen(f"{base}/{probe}", timeout=1).read()
                 break
+            except urllib.error.HTTPError:
+                break  # it answers
             except OSError:
                 assert server.poll() is None, log.read_text(errors="replace")[-2000:]
                 time.sleep(0.1)
         else:
-            raise AssertionError("JupyterLab did not start: " + log.read_text(errors="replace")[-2000:])
+            raise AssertionError("the server did not start: " + log.read_text(errors="replace")[-2000:])
         yield base
     finally:
         os.killpg(server.pid, signal.SIGTERM)
@@ -132,8 +153,17 @@ class LabPage:
             ".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=timeout, state="attached"
         )
 
+    def save(self) -> None:
+        """Save the notebook; returns when the server has it."""
+        self.command("docmanager:save")
+        self.wait("() => !window.jupyterapp.shell.currentWidget.context.model.dirty")
+
+    def frame(self) -> None:
+        """Wait until the page has drawn what happened so far."""
+        self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
     def command(self, name: str, **arguments: Any) -> None:
-        """Run a command of JupyterLab."""
+        """Run a command of JupyterLab and wait for its end."""
         self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments])
 
     def run_cells(self, count: int) -> str:

@@ -66,6 +66,14 @@ def test_knobs_turned_while_requests_run_are_applied_and_seen(lab: LabPage) -> N
     values = lab.page.locator(".tile b").all_text_contents()
     assert sum(text != "\u2013" for text in values) >= 8, values
     assert lab.page.locator(".streams .token").count() > 20
+    # graphs that were missing are captured while requests go on, and the page says how many
+    choose(lab, "runner", "v2")
+    choose(lab, "cuda_graphs", "step")
+    lab.wait(CHIP, ["cuda_graphs", "graphs captured"])
+    assert lab.page.locator(f"{PANEL} .capture progress").get_attribute("aria-label") == "graphs captured"
+    lab.wait(f"() => document.querySelector('{PANEL} .capture').hidden")
+    choose(lab, "runner", "v1")
+    lab.wait(CHIP, ["runner", "applied at step"])
     # V1 four steps ahead: the page says why not, before anybody asks
     refused = lab.page.locator("[data-knob=queue_depth] option").nth(3)
     assert refused.is_disabled()
@@ -82,7 +90,7 @@ def test_the_timeline_zooms_to_single_intervals_and_a_sync_row_centres_it(lab: L
     lab.page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 40)
     for _ in range(6):
         lab.page.mouse.wheel(0, -300)
-        lab.page.wait_for_timeout(80)
+        lab.frame()
     lab.wait("(whole) => document.querySelector('.timeline .mrv2-status').textContent !== whole", whole)
     lab.wait("() => !document.querySelector('.mrv2-lab [data-act=follow]').closest('[hidden]')")
     number = lab.page.evaluate(WINDOW)
@@ -123,8 +131,7 @@ def test_every_control_is_reached_by_keyboard_and_has_a_name(lab: LabPage) -> No
 def test_a_reloaded_page_shows_what_is_current_and_stop_stops(lab: LabPage, base: str) -> None:
     choose(lab, "queue_depth", "1")
     lab.wait(CHIP, ["queue_depth", "applied at step"])
-    lab.command("docmanager:save")
-    lab.page.wait_for_timeout(500)
+    lab.save()
     lab.open("quickstart.ipynb")
     # the output of the saved notebook finds its widget again in the kernel that lives on
     lab.wait("() => document.querySelector('[data-knob=queue_depth]')?.selectedOptions[0]?.textContent === '1'")

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 import mrv2
+from checks.source_tree import REPO
 from lab.benches import make_bench, until
 from mrv2.cli import build_parser
+from mrv2.commands import lab as lab_module
 from mrv2.commands.lab import lab_command
 from mrv2.errors import ConfigError
 from mrv2.lab import Workbench
 from mrv2.lab.magics import run_line
-from mrv2.lab.starter import starter_notebook, write_starter
+from mrv2.lab.starter import copy_notebooks, starter_notebook
+from mrv2_models import shipped as shipped_files
+from mrv2_models.drafters.loading import find_head
+from mrv2_models.errors import ModelFileError
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +82,45 @@ def test_the_cell_magic_records_what_runs_meanwhile(bench: Workbench, shell: Any
         shell.run_cell_magic("wb_record", "a b", "1")
 
 
-def test_the_command_opens_the_checkouts_quickstart_or_writes_one(tmp_path: Path) -> None:
+def lab_opens(*args: str) -> list[str]:
+    return lab_command(build_parser().parse_args(["lab", *args]))
+
+
+def test_a_folder_without_notebooks_gets_a_working_copy_once(tmp_path: Path) -> None:
     pytest.importorskip("jupyterlab")
-    written = lab_command(build_parser().parse_args(["lab", str(tmp_path), "--no-browser", "--port", "9"]))
-    assert str(tmp_path / "quickstart.ipynb") in written and {"--no-browser", "--port=9"} <= set(written)
-    mine = tmp_path / "quickstart.ipynb"
-    mine.write_text("{}")
-    write_starter(tmp_path, "tiny-llama")
-    assert mine.read_text() == "{}", "a notebook that is there stays"
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / "notebooks" / "00_quickstart.ipynb").write_text("{}")
-    found = lab_command(build_parser().parse_args(["lab", str(tmp_path)]))
-    assert str(tmp_path / "notebooks" / "00_quickstart.ipynb") in found
+    quickstart = tmp_path / "notebooks" / "00_quickstart.ipynb"
+    written = lab_opens(str(tmp_path), "--no-browser", "--port", "9")
+    assert str(quickstart) in written and {"--no-browser", "--port=9"} <= set(written)
+    names = {file.name for file in (REPO / "notebooks").glob("*.ipynb")}
+    assert names == {file.name for file in (tmp_path / "notebooks").glob("*.ipynb")}
+    # their links lead somewhere
+    assert (tmp_path / "docs" / "glossary.md").is_file() and (tmp_path / "notebooks" / "README.md").is_file()
+    quickstart.write_text("{}")
+    assert str(quickstart) in lab_opens(str(tmp_path))
+    copy_notebooks(tmp_path)
+    assert quickstart.read_text() == "{}", "a notebook that is there stays"
+
+
+def test_a_model_of_ones_own_gets_a_notebook_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("jupyterlab")
+    mine = tmp_path / "quickstart-tiny-llama.ipynb"
+    assert str(mine) in lab_opens(str(tmp_path), "--model", "tiny-llama")
+    assert "'tiny-llama'" in mine.read_text() and not (tmp_path / "notebooks").exists()
+
+
+def test_without_shipped_notebooks_the_starter_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jupyterlab")
+    monkeypatch.setattr(shipped_files, "places", lambda: [tmp_path / "nowhere"])
+    assert str(tmp_path / "quickstart.ipynb") in lab_opens(str(tmp_path))
+    with pytest.raises(ModelFileError, match="this installation has none"):
+        find_head("smollm2-135m-instruct-eagle3")
+
+
+@pytest.mark.parametrize("flags, extra", [([], "notebook"), (["--app"], "app")])
+def test_what_is_not_installed_is_named(flags: list[str], extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"mrv2-workbench\[{extra}\]"):
+        lab_opens(*flags)
 
 
 def test_the_starter_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv2.config import EngineConfig, Knobs, legal_values
-from mrv2.engine.messages import EngineOutput, EngineSnapshot, TokenLogprob
+from mrv2.engine.messages import EngineOutput, EngineSnapshot, KnobChange, TokenLogprob
 from mrv2.errors import ConfigError, EngineDeadError, RequestError
 from mrv2.lab.ab import ABResult, Run
 from mrv2.lab.code import code_of
@@ -244,7 +244,7 @@ def test_an_intent_is_pending_until_it_is_applied_or_refused() -> None:
     assert [intent.state for intent in log.all()] == ["pending", "pending"]
     with pytest.raises(TimeoutError, match="still pending"):
         first.wait(0.0)
-    first.apply(42, 0.1)
+    first.apply(KnobChange(step=42), 0.1)
     assert first.wait(0).step == 42
     second.refuse("no")
     with pytest.raises(ConfigError, match="no"):
@@ -253,6 +253,24 @@ def test_an_intent_is_pending_until_it_is_applied_or_refused() -> None:
     third = log.add({"runner": "v2"}, "cell", 2.0)
     log.refuse_pending("gone")
     assert (third.state, first.state) == ("refused", "applied")
+
+
+def test_an_intent_is_done_when_its_graphs_are_there() -> None:
+    log = IntentLog()
+    intent = log.add({"cuda_graphs": "step"}, "cell", 0.0)
+    intent.apply(KnobChange(step=7, num_graphs=5, num_recomputed=2), 0.01)
+    assert intent.state == "applied" and intent.lacks_graphs
+    with pytest.raises(TimeoutError, match="capturing graphs"):
+        intent.wait(0.0)
+    intent.complete(1.5)
+    assert not intent.wait(0).lacks_graphs
+    shown = intent.as_dict()
+    assert (shown["graphs"], shown["recomputed"], shown["ms"], shown["capture_ms"]) == (5, 2, 10.0, 1500.0)
+    # an engine that has stopped keeps nobody waiting
+    other = log.add({"cuda_graphs": "step"}, "cell", 0.0)
+    other.apply(KnobChange(step=8, num_graphs=1), 0.0)
+    log.refuse_pending("gone")
+    assert other.wait(0).state == "applied"
 
 
 def test_a_swallowed_error_is_kept_and_the_end_of_the_engine_cannot_be_dismissed() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from lab.benches import make_bench, until
 from mrv2.config import Knobs
+from mrv2.engine.messages import CaptureProgress
 from mrv2.lab import Load, Workbench, open_session
 from mrv2.lab.panel import Panel
 
@@ -71,6 +74,34 @@ def test_a_choice_becomes_an_intent_that_is_pending_and_then_applied(panel: Pane
     assert shown["intents"]["async_scheduling"]["step"] == bench.snapshot().knobs_since
     assert shown["preset"] == "V2 sync"
     until(lambda: any("async_scheduling=off" in m["label"] for m in panel.widget.metrics["marks"]))
+
+
+def test_the_capture_of_graphs_is_shown_and_what_the_change_took(panel: Panel) -> None:
+    bench = panel.workbench
+    bench.wait(tokens=5)
+    driver, snapshot = bench.driver, bench.snapshot()
+    halfway = replace(
+        snapshot, capture=CaptureProgress(num_captured=3, num_graphs=8, upcoming="whole step, 4 requests")
+    )
+
+    def show() -> None:
+        # the driver rests meanwhile: this is the last that it saw
+        driver.view = replace(driver.view, snapshot=halfway)
+        seen.wait(20)
+
+    seen = threading.Event()
+    driver.call(show)
+    until(lambda: panel.widget.status["capture"])
+    assert panel.widget.status["capture"] == {"num_captured": 3, "num_graphs": 8, "upcoming": "whole step, 4 requests"}
+    seen.set()
+    until(lambda: panel.widget.status["capture"] is None)
+    choose(panel, "cuda_graphs", "step")
+    shown = until(
+        lambda: (found := panel.widget.knobs["intents"].get("cuda_graphs", {})).get("capture_ms") is not None and found
+    )
+    assert shown["state"] == "applied" and shown["recomputed"] == 0
+    intent = next(i for i in bench.intents if i.number == shown["number"])
+    assert intent.change is not None and shown["graphs"] == intent.change.num_graphs
 
 
 def test_a_refusal_is_shown_with_its_reason_beside_the_knob(panel: Panel) -> None:
@@ -218,6 +249,31 @@ def test_only_the_painter_writes_the_widget(panel: Panel) -> None:
     panel.workbench.wait(tokens=30, seconds=1.0)
     until(lambda: writers)
     assert writers == {"lab-painter"}
+
+
+@pytest.mark.serial
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_engines_in_child_processes_leave_neither_process_nor_open_file() -> None:
+    def children() -> set[str]:
+        found = (Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")).read_text().split()
+        # the one that looks after the semaphores of all stays until the end
+        return {pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    make_bench(name="children", engine="process").close()
+    before, files, threads = children(), open_files(), threading.active_count()
+    for _ in range(10):
+        with make_bench(name="children", engine="process", load=Load(users=2, max_tokens=8), start=True) as bench:
+            bench.panel  # noqa: B018  # it opens
+            bench.wait(requests=1)
+            assert len(children() - before) == 1
+    del bench
+    until(lambda: children() <= before)
+    until(lambda: threading.active_count() <= threads)
+    until(lambda: gc.collect() >= 0 and open_files() <= files)
 
 
 @pytest.mark.serial

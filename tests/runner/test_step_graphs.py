@@ -110,12 +110,6 @@ def test_one_request_that_needs_more_takes_the_other_path_and_leaves_the_same_st
     assert outputs[0] == outputs[1]
 
 
-def test_drafting_takes_the_other_path() -> None:
-    got, runner = serve_mix(STEP.with_changes(spec_method="ngram"), max_num_spec_tokens=3)
-    assert got == serve_mix(Knobs())[0]
-    assert runner.stats.num_step_replays == 0
-
-
 def test_v1_serves_under_it() -> None:
     got, _ = serve_mix(STEP.with_changes(runner="v1"))
     assert got == serve_mix(Knobs())[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from mrv2.trace.table import Trace
-from mrv2.viz import Timeline, browser, drawing, payload, theme
+from mrv2.viz import Timeline, browser, drawing, page, payload, theme
 from mrv2.viz.report import report
 from mrv2.viz.timeline import save_png
 from viz.pages import needs_browser, pixels, run_script
@@ -224,3 +225,20 @@ def test_a_figure_becomes_a_png_without_kaleido(tmp_path: Path, monkeypatch: pyt
     picture = pixels(tmp_path / "figure.png")
     assert picture.shape[:2] == (figure.layout.height, figure.layout.width)
     assert _near(picture, theme.HUES[theme.HUE_ID["forward"]].colour).sum() > 1000
+
+
+def test_a_page_reads_packed_columns_of_any_length(tmp_path: Path) -> None:
+    spec, blob = Timeline(small_trace()).page_data()
+    seen: set[int] = set()
+    # four bytes make five characters: whatever is left over counts as well
+    for extra in range(64):
+        longer = blob + bytes(range(extra))
+        left = len(gzip.compress(longer, 9, mtime=0)) % 4
+        if left in seen:
+            continue
+        seen.add(left)
+        text = page.render(page.Page("packed", timeline=(spec, longer)))
+        drawn = run_script(text, "return [...page.view.source.start];", tmp_path)
+        at = next(offset for name, _, offset, _ in spec["columns"] if name == "start")
+        assert drawn == np.frombuffer(blob, np.float64, len(drawn), at).tolist()
+    assert seen == {0, 1, 2, 3}

@@ -9,6 +9,7 @@ import pytest
 
 from mrv2.trace.analysis.model import Analysis
 from mrv2.trace.table import OpKind, Trace, TraceError
+from mrv2.viz import payload
 from mrv2.viz.report import key_figures, report, save_report
 from viz.test_timeline import parse
 from viz.traces import host_only_trace, small_trace
@@ -26,7 +27,7 @@ def test_the_report_holds_everything_and_fetches_nothing(tmp_path: Path) -> None
     assert "<p class='banner'>3 records were dropped</p>" in text
     assert "<title>small.sqlite</title>" in text
     assert "Test GPU" in text
-    data = json.loads(page.scripts["mrv2-data"])
+    data = json.loads(payload.unpacked(page.scripts["mrv2-data"]))
     assert len(data["figures"]) == 4
     assert [table["title"].split(":")[0] for table in data["tables"]] == ["Host syncs", "Bubbles", "Kernels and copies"]
     # places are counted from the start of the timeline

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mrv2.trace.table import Trace, TraceError
-from mrv2.viz import Timeline, browser, timeline, widgets
+from mrv2.viz import Timeline, browser, payload, timeline, widgets
 from viz.traces import NUM_STEPS, STEP_NS, big_trace, small_trace
 
 pytest.importorskip("plotly")
@@ -92,7 +92,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     own = page.scripts["module"]
     assert "import " not in own and not re.search(r"https?://", own)
     assert "<title>&lt;b&gt;run&lt;/b&gt;</title>" in text
-    data = json.loads(page.scripts["mrv2-data"])
+    data = json.loads(payload.unpacked(page.scripts["mrv2-data"]))
     assert data["timeline"]["window"] == [0, NUM_STEPS * STEP_NS - 200]
 
 
@@ -101,7 +101,7 @@ def test_a_name_cannot_break_out_of_the_page() -> None:
     trace.strings = ["</script><script>alert(1)" if text == "nvjet_gemm" else text for text in trace.strings]
     page = parse(Timeline(trace).html())
     assert len(page.scripts) == 4
-    assert "</script><script>alert(1)" in json.loads(page.scripts["mrv2-data"])["timeline"]["names"]
+    assert "</script><script>alert(1)" in json.loads(payload.unpacked(page.scripts["mrv2-data"]))["timeline"]["names"]
 
 
 def test_a_figure_file_can_be_read_back(tmp_path: Path) -> None:

@@ -38,7 +38,11 @@ def _ngram_scan_kernel(
     req = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
-    total = tl.load(total_len_ptr + slot)
+    total = tl.load(total_len_ptr + slot, mask=slot >= 0, other=0)
+    if block * BLOCK >= total:
+        # nothing ends here: of padding, or behind the history
+        tl.store(partial_ptr + req * num_blocks + block, 0)
+        return
     row_ptr = token_ids_ptr + slot * token_stride
     end = block * BLOCK + tl.arange(0, BLOCK)
     inside = end < total
@@ -72,6 +76,8 @@ def _ngram_finalize_kernel(
 ):
     req = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
+    if slot < 0:
+        return
     total = tl.load(total_len_ptr + slot)
     best = 0
     for base in range(0, num_blocks, BLOCK):
@@ -90,7 +96,7 @@ def _ngram_finalize_kernel(
 def propose_ngram_triton(
     # [R, K_max] int64, out: the rows of the batch are rewritten whole, -1 = no draft
     draft_tokens: torch.Tensor,
-    # [B] int32, exactly B long
+    # [B] int32, exactly B long; a negative entry is skipped
     idx_mapping: torch.Tensor,
     # [R, L] int32
     token_ids: torch.Tensor,
@@ -142,7 +148,7 @@ def propose_ngram_triton(
 def propose_ngram_torch(
     # [R, K_max] int64, out: the rows of the batch are rewritten whole, -1 = no draft
     draft_tokens: torch.Tensor,
-    # [B] int32, exactly B long
+    # [B] int32, exactly B long; a negative entry is skipped
     idx_mapping: torch.Tensor,
     # [R, L] int32
     token_ids: torch.Tensor,
@@ -157,7 +163,8 @@ def propose_ngram_torch(
     max_len: int,
 ) -> None:
     """Torch reference of `propose_ngram`."""
-    width = token_ids.shape[1]
+    width, is_real = token_ids.shape[1], idx_mapping >= 0
+    idx_mapping, num_sampled = idx_mapping[is_real], num_sampled[is_real]
     total = total_len[idx_mapping].long().unsqueeze(1)
     history = token_ids[idx_mapping, : min(max_len, width)]
     end = torch.arange(history.shape[1], device=history.device).unsqueeze(0)

@@ -130,6 +130,8 @@ def _suffix_scan_kernel(
     req = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
+    if slot < 0:
+        return
     total = tl.minimum(tl.load(total_len_ptr + slot), row_len)
     own_ptr = token_ids_ptr + slot * token_stride
     blocks_each = (width + BLOCK - 1) // BLOCK
@@ -184,6 +186,8 @@ def _suffix_finalize_kernel(
 ):
     req = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
+    if slot < 0:
+        return
     best = tl.zeros([], tl.int64)
     for base in range(0, num_blocks, BLOCK):
         column = base + tl.arange(0, BLOCK)
@@ -212,7 +216,7 @@ def _suffix_finalize_kernel(
 def propose_suffix_triton(
     # [R, K_max] int64, out: the rows of the batch are rewritten whole, -1 = no draft
     draft_tokens: torch.Tensor,
-    # [B] int32, exactly B long
+    # [B] int32, exactly B long; a negative entry is skipped
     idx_mapping: torch.Tensor,
     # [A, W] int32
     documents: torch.Tensor,
@@ -286,6 +290,8 @@ def propose_suffix_torch(
     newest_first = [(int(count[0]) - 1 - i) % num_documents for i in range(num_documents)]
     kept = [documents[place, : int(lengths[place])] for place in newest_first]
     for row, speaks in zip(idx_mapping.tolist(), num_sampled.tolist(), strict=True):
+        if row < 0:
+            continue
         history = token_ids[row, : min(int(total_len[row]), row_len)]
         best, drafts = 0, history[:0]
         for text in (history, *kept):

@@ -15,38 +15,48 @@ from mrv2_models.drafters.mtp import MTPHead
 from mrv2_models.errors import ModelFileError
 from mrv2_models.layers import share_workspace
 from mrv2_models.rope import cos_sin_table
+from mrv2_models.shipped import shipped
 from mrv2_models.weights import Checkpoint, fill_random
 
-# heads that ship with the repository, one folder each
-CHECKPOINT_DIR = Path(__file__).resolve().parents[2] / "checkpoints"
 HEADS: dict[DraftMethod, type[DraftHead]] = {"eagle3": Eagle3Head, "mtp": MTPHead}
 VOCABULARY = "d2t"
 
 log = logging.getLogger(__name__)
 
 
+def checkpoint_dir() -> Path | None:
+    """Return the folder of the heads that ship, one folder each; None if this installation has none."""
+    try:
+        return shipped("models/checkpoints")
+    except FileNotFoundError:
+        return None
+
+
 def shipped_heads() -> list[str]:
     """Return the names of the heads that ship, sorted."""
-    return sorted(path.parent.name for path in CHECKPOINT_DIR.glob("*/config.json"))
+    folder = checkpoint_dir()
+    return [] if folder is None else sorted(path.parent.name for path in folder.glob("*/config.json"))
 
 
 def find_head(head: str | Path) -> Path:
     """Return the folder of a head: a folder as given, or the name of a shipped one; else `ModelFileError`."""
-    for folder in (Path(head), CHECKPOINT_DIR / str(head)):
+    shipped_ones = checkpoint_dir()
+    for folder in (Path(head), *(() if shipped_ones is None else (shipped_ones / str(head),))):
         if (folder / "config.json").is_file():
             return folder
     raise ModelFileError(
         f"no draft head {str(head)!r}: neither a folder with a config.json, nor one that ships "
-        f"({', '.join(shipped_heads()) or 'none here'})"
+        f"({', '.join(shipped_heads()) or 'this installation has none: they come with the wheel and the repository'})"
     )
 
 
 def shipped_head_of(method: DraftMethod, target: str) -> Path | None:
     """Return the folder of the shipped head of a method that was trained on the target of that name."""
     for name in shipped_heads():
-        config = DraftConfig.from_pretrained(CHECKPOINT_DIR / name)
+        folder = find_head(name)
+        config = DraftConfig.from_pretrained(folder)
         if config.method == method and config.target_name == target:
-            return CHECKPOINT_DIR / name
+            return folder
     return None
 
 

@@ -34,6 +34,8 @@ class ServedRun:
     num_preemptions: int
     # host waits by reason
     waits: dict[str, int]
+    # of the replays, graphs of whole steps
+    num_step_replays: int = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -88,7 +90,8 @@ def serve(core: EngineCore, requests: Sequence[EngineRequest]) -> ServedRun:
     gc.collect()
     tokens: dict[str, list[int]] = {request.req_id: [] for request in requests}
     steps, preemptions = core.scheduler.step, core.scheduler.stats.num_preemptions
-    replays, waits = core.executor.runner.stats.num_graph_replays, Counter(core.device.waits)
+    stats, waits = core.executor.runner.stats, Counter(core.device.waits)
+    replays, step_replays = stats.num_graph_replays, stats.num_step_replays
     start = perf_counter()
     for request in requests:
         core.add_request(request)
@@ -104,7 +107,8 @@ def serve(core: EngineCore, requests: Sequence[EngineRequest]) -> ServedRun:
         tokens=tokens,
         seconds=seconds,
         num_steps=core.scheduler.step - steps,
-        num_graph_replays=core.executor.runner.stats.num_graph_replays - replays,
+        num_graph_replays=stats.num_graph_replays - replays,
+        num_step_replays=stats.num_step_replays - step_replays,
         num_preemptions=core.scheduler.stats.num_preemptions - preemptions,
         waits=dict(Counter(core.device.waits) - waits),
     )

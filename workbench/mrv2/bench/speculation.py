@@ -2,7 +2,8 @@
 
 The same greedy answers to fixed questions under every method, at each batch size.  tau is the tokens that a
 request gets from a step of the target; a method pays if tau is more than the time of its step (forward,
-logits, verification, drafting) in units of a step without drafts.
+logits, verification, drafting) in units of a step without drafts.  What a step is made of can be told apart
+where its stages are launched one by one; a graph of whole steps has one time only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrv2.bench.environment import environment
 from mrv2.bench.serving import StepProfile, profile, serve
@@ -49,10 +50,15 @@ class Outcome:
     tau: float
     # of the drafts at each place, the share that was accepted
     acceptance: list[float]
-    # the target's part of a step: forward, logits, sampling, verification; and the drafter's
+    # steps that were replayed as one graph, of all: the level of graphs that was reached
+    whole_steps: float
+    # device time of a step
+    step_ms: float | None
+    # the target's part of it: forward, logits, sampling, verification; and the drafter's; None = one graph holds both
     target_ms: float | None
     draft_ms: float | None
     # the same in units of a step without drafts; None = not recorded
+    step_ratio: float | None
     verify_ratio: float | None
     draft_ratio: float | None
     # requests that say exactly what they say without drafts (half types: ties may fall otherwise)
@@ -73,8 +79,7 @@ def measure_speculation(
     """Serve the prompts, repeated up to each batch size, under every method; "off" is measured first."""
     outcomes: list[Outcome] = []
     for batch_size in batch_sizes:
-        plain: dict[str, list[int]] = {}
-        plain_ms: float | None = None
+        plain = plain_times = None
         # at batch size 1 the prompts are served one after the other
         waves = [[prompts[i % len(prompts)] for i in range(batch_size)]] if batch_size > 1 else [[p] for p in prompts]
         for method in (OFF, *(m for m in methods if m != OFF)):
@@ -90,9 +95,10 @@ def measure_speculation(
             seconds = median(sum(run.seconds for run in runs) for runs in timed)
             tokens = {f"{w}:{name}": ids for w, run in enumerate(timed[0]) for name, ids in run.tokens.items()}
             recorded, _ = profile(core, requests[0])
-            target_ms, draft_ms = _device_times(recorded)
-            if method == OFF:
-                plain, plain_ms = tokens, target_ms
+            times = _device_times(recorded)
+            if plain is None or plain_times is None:
+                plain, plain_times = tokens, times
+            runs = [run for each in timed for run in each]
             outcomes.append(
                 Outcome(
                     method=method,
@@ -102,10 +108,13 @@ def measure_speculation(
                     tpot_ms=1e3 * seconds / (len(waves) * num_tokens),
                     tau=1.0 + sum(accepted) / drafted[0] if drafted[0] else 1.0,
                     acceptance=[a / d for a, d in zip(accepted, drafted, strict=True) if d],
-                    target_ms=target_ms,
-                    draft_ms=draft_ms,
-                    verify_ratio=target_ms / plain_ms if target_ms and plain_ms else None,
-                    draft_ratio=draft_ms / plain_ms if draft_ms is not None and plain_ms else None,
+                    whole_steps=sum(run.num_step_replays for run in runs) / sum(run.num_steps for run in runs),
+                    step_ms=times.step,
+                    target_ms=times.target,
+                    draft_ms=times.draft,
+                    step_ratio=_ratio(times.step, plain_times.step),
+                    verify_ratio=_ratio(times.target, plain_times.target),
+                    draft_ratio=_ratio(times.draft, plain_times.target),
                     num_equal=sum(tokens[name] == plain[name] for name in plain),
                 )
             )
@@ -150,15 +159,15 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         f"{record['model']}, greedy answers of {record['num_tokens']} tokens, "
         f"cuda_graphs={record['knobs']['cuda_graphs']}",
-        f"{'batch':>6}{'method':>13}{'drafts':>8}{'tok/s':>10}{'of off':>8}{'TPOT ms':>9}{'tau':>7}"
-        f"{'verify/decode':>15}{'draft/decode':>14}{'equal':>8}  acceptance by place",
+        f"{'batch':>6}{'method':>13}{'drafts':>8}{'tok/s':>10}{'of off':>8}{'TPOT ms':>9}{'tau':>7}{'whole steps':>13}"
+        f"{'step/decode':>13}{'verify/decode':>15}{'draft/decode':>14}{'equal':>8}  acceptance by place",
     ]
     for each in record["outcomes"]:
-        ratios = ["-" if each[k] is None else f"{each[k]:.2f}" for k in ("verify_ratio", "draft_ratio")]
+        ratios = ["-" if each[k] is None else f"{each[k]:.2f}" for k in ("step_ratio", "verify_ratio", "draft_ratio")]
         lines.append(
             f"{each['batch_size']:>6}{each['method']:>13}{each['num_drafts']:>8}{each['tokens_per_second']:>10,.0f}"
             f"{each['tokens_per_second'] / plain[each['batch_size']]:>8.2f}{each['tpot_ms']:>9.3f}{each['tau']:>7.2f}"
-            f"{ratios[0]:>15}{ratios[1]:>14}{each['num_equal']:>8}  "
+            f"{each['whole_steps']:>12.0%} {ratios[0]:>13}{ratios[1]:>15}{ratios[2]:>14}{each['num_equal']:>8}  "
             + " ".join(f"{share:.2f}" for share in each["acceptance"])
         )
     return "\n".join(lines)
@@ -185,10 +194,25 @@ def _counts(core: EngineCore) -> tuple[list[int], list[int]]:
     return drafted + [0] * (width - len(drafted)), accepted + [0] * (width - len(accepted))
 
 
-def _device_times(recorded: StepProfile) -> tuple[float | None, float | None]:
-    """Return the time a step of what the target does and of what the drafter does."""
+class _Times(NamedTuple):
+    """Device milliseconds a step; None = not recorded."""
+
+    step: float | None = None
+    target: float | None = None
+    draft: float | None = None
+
+
+def _device_times(recorded: StepProfile) -> _Times:
+    """Return the device time of a step, and what of it the target and the drafter take where they are apart."""
     times = recorded.device_stages_ms
     if not times:
-        return None, None
-    target = sum(ms for name, ms in times.items() if name not in (stages.DRAFT, stages.UPLOAD, stages.OUTPUT_COPY))
-    return target, times.get(stages.DRAFT, 0.0)
+        return _Times()
+    step = sum(ms for name, ms in times.items() if name not in (stages.UPLOAD, stages.OUTPUT_COPY))
+    if stages.STEP_GRAPH in times:
+        return _Times(step)
+    draft = times.get(stages.DRAFT, 0.0)
+    return _Times(step, step - draft, draft)
+
+
+def _ratio(time: float | None, plain: float | None) -> float | None:
+    return time / plain if time is not None and plain else None

@@ -54,10 +54,12 @@ def compare(args: argparse.Namespace, options: dict[str, Any], device: Device) -
     options.setdefault("num_spec_tokens", 3 if rates is None else 1)
     longest = (_PROMPT_LEN + 256) // scale
     num_seqs = 128 if rates is not None and is_gpu else 8
-    sizes = {"max_num_seqs": num_seqs, "max_model_len": max(64, longest + 8), "max_num_batched_tokens": 2048}
-    sizes["max_num_spec_tokens"] = options["num_spec_tokens"]
+    max_model_len = max(64, longest + 8)
+    # a measurement neither compiles nor captures
+    sizes: dict[str, Any] = {"warm_up": "all", "max_num_seqs": num_seqs, "max_model_len": max_model_len}
+    sizes |= {"max_num_batched_tokens": 2048, "max_num_spec_tokens": options["num_spec_tokens"]}
     if not is_gpu:
-        sizes["num_gpu_blocks"] = 1 + num_seqs * -(-sizes["max_model_len"] // 16)
+        sizes["num_gpu_blocks"] = 1 + num_seqs * -(-max_model_len // 16)
     note_loading(model)
     # the knobs of the first setting that may be loaded: v2 has them all
     core = EngineCore(build_config(model, device=device.type, **{**sizes, **options}), device)

@@ -15,6 +15,8 @@ from mrv2.errors import ConfigError
 
 QUICKSTART = Path("notebooks/00_quickstart.ipynb")
 DEFAULT_MODEL = "smollm2-135m-instruct"
+# Jupytext's extension is for JupyterLab: on a page without its document manager it only logs an error
+APP_OPTIONS = ["--VoilaConfiguration.extension_denylist=jupyterlab-jupytext"]
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -22,11 +24,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "lab",
         help="open JupyterLab on the quickstart",
-        description="Open JupyterLab on the quickstart: the notebooks of the checkout, else a notebook of three cells "
-        "that is written into the folder.",
+        description="Open JupyterLab on the folder's quickstart. A folder without notebooks gets a working copy of "
+        "those that ship; what is there is never overwritten.",
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where to work (default: here)")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="of a notebook that is written (default: %(default)s)")
+    parser.add_argument("--model", help=f"write a notebook of three cells that serves it (--app: {DEFAULT_MODEL})")
     parser.add_argument("--port", type=int, help="port to listen on")
     parser.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
     parser.add_argument("--app", action="store_true", help="show the panel alone, as a page (needs voila)")
@@ -45,22 +47,26 @@ def run(args: argparse.Namespace) -> int:
 
 def lab_command(args: argparse.Namespace) -> list[str]:
     """Return the command line; raises `ConfigError` if what it needs is not installed."""
-    from mrv2.lab.starter import write_starter
+    from mrv2.lab.starter import copy_notebooks, write_starter
 
     module = "voila" if args.app else "jupyterlab"
     if find_spec(module) is None:
-        hint = "pip install voila" if args.app else "pip install 'mrv2-workbench[notebook]'"
-        raise ConfigError(f"mrv2 lab needs {module}: {hint}")
+        extra = "app" if args.app else "notebook"
+        raise ConfigError(f"mrv2 lab{' --app' * args.app} needs {module}: pip install 'mrv2-workbench[{extra}]'")
     if args.app:
-        notebook = write_starter(Path(tempfile.mkdtemp(prefix="mrv2-app-")), args.model)
+        notebook = write_starter(Path(tempfile.mkdtemp(prefix="mrv2-app-")), args.model or DEFAULT_MODEL)
+    elif args.model is not None:
+        notebook = write_starter(args.folder, args.model, f"quickstart-{Path(args.model).name}.ipynb")
     else:
         found = [place for place in (args.folder / QUICKSTART, args.folder / QUICKSTART.name) if place.is_file()]
-        notebook = found[0] if found else write_starter(args.folder, args.model)
+        notebook = found[0] if found else copy_notebooks(args.folder) or write_starter(args.folder, DEFAULT_MODEL)
     command = [sys.executable, "-m", module, str(notebook)]
     if args.no_browser:
         command.append("--no-browser")
     if args.port is not None:
         command.append(f"--port={args.port}")
-    if not args.app and hasattr(os, "geteuid") and os.geteuid() == 0:
+    if args.app:
+        command += APP_OPTIONS
+    elif hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     return command

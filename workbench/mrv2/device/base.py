@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from time import perf_counter_ns
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 from weakref import WeakValueDictionary
 
@@ -31,6 +32,10 @@ _INT_GARBAGE = 0x5A5A5A5A5A5A5A5A
 
 class DeviceError(MRV2Error, RuntimeError):
     """Device work failed, or the device was used in a way that it does not support."""
+
+
+class CaptureSliceOver(Exception):
+    """The time of a `Device.capture_slice` is over; what was captured is captured."""
 
 
 def fill_garbage(tensor: torch.Tensor) -> None:
@@ -151,6 +156,10 @@ class Device(ABC):
         self.waits: Counter[str] = Counter()
         self.wait_ns: Counter[str] = Counter()
         self.recorder: Recorder | None = None
+        # graphs captured so far, and when the slice that runs is over (None = no slice runs)
+        self.num_captured = 0
+        self._slice_end: float | None = None
+        self._slice_start = 0
         self._streams: dict[str, Stream] = {}
         self._device_memory = StorageSet()
         self._pinned_memory = StorageSet()
@@ -220,13 +229,31 @@ class Device(ABC):
     def event(self) -> Event:
         """Return a new event."""
 
-    @abstractmethod
     def capture(self, fn: Callable[[], object], stream: Stream | None = None) -> Graph:
         """Run `fn` on `stream` (default: main) in capture mode and return the graph.
 
         `fn` must have run once before, so that everything it compiles or allocates lazily exists.
         The host backend runs nothing now and all of `fn` at each replay.
         """
+        if self._slice_end is not None and self.num_captured > self._slice_start and perf_counter() >= self._slice_end:
+            raise CaptureSliceOver
+        graph = self._capture_graph(fn, stream)
+        self.num_captured += 1
+        return graph
+
+    @contextmanager
+    def capture_slice(self, seconds: float) -> Iterator[None]:
+        """Within the block at least one graph may be captured, and others until `seconds` are over.
+
+        The first capture after that ends the block; whoever loops over graphs goes on with it the next time.
+        """
+        self._slice_end, self._slice_start = perf_counter() + seconds, self.num_captured
+        try:
+            yield
+        except CaptureSliceOver:
+            pass
+        finally:
+            self._slice_end = None
 
     @abstractmethod
     def memory_info(self) -> tuple[int, int]:
@@ -247,6 +274,9 @@ class Device(ABC):
     def retire_pinned(self, slot: torch.Tensor, event: Event) -> Event:
         """Return the event after which `slot` may be rewritten; poison mode spoils it first (host)."""
         return event
+
+    @abstractmethod
+    def _capture_graph(self, fn: Callable[[], object], stream: Stream | None) -> Graph: ...
 
     @abstractmethod
     def _make_stream(self, name: str) -> Stream: ...

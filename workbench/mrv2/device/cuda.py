@@ -142,7 +142,7 @@ class CudaDevice(Device):
         with torch._C.DisableTorchFunction():
             return tensor.is_cuda and tensor.device.index == self.index
 
-    def capture(self, fn: Callable[[], object], stream: Stream | None = None) -> CudaGraph:
+    def _capture_graph(self, fn: Callable[[], object], stream: Stream | None) -> CudaGraph:
         on = cast(CudaStream, stream or self.main)
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()

@@ -135,7 +135,7 @@ class HostDevice(Device):
     def event(self) -> HostEvent:
         return HostEvent(self)
 
-    def capture(self, fn: Callable[[], object], stream: Stream | None = None) -> Graph:
+    def _capture_graph(self, fn: Callable[[], object], stream: Stream | None) -> Graph:
         return HostGraph(fn)
 
     def memory_info(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.interrupt import InterruptAfter
-from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot
 from mrv2.engine.service import Core, CoreFactory, EngineInfo, EngineService, make_core
 from mrv2.errors import EngineDeadError
 from mrv2.instrument import Span
@@ -52,8 +52,12 @@ class EngineClient(ABC):
         """
 
     @abstractmethod
-    def set(self, **changes: Any) -> Knobs:
-        """Change knobs between two steps; returns all knobs; raises `ConfigError` for an illegal change."""
+    def set(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:
+        """Change knobs between two steps; returns all knobs; raises `ConfigError` for an illegal change.
+
+        Graphs that are missing are captured before this returns, or with capture="between_steps" afterwards, a few
+        at a time, while steps run without them; `EngineSnapshot.capture` shows how far that is.
+        """
 
     @abstractmethod
     def snapshot(self) -> EngineSnapshot:
@@ -121,8 +125,8 @@ class InprocClient(EngineClient):
                     break
         return outputs
 
-    def set(self, **changes: Any) -> Knobs:
-        return self._call(self._service.set, **changes)
+    def set(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:
+        return self._call(self._service.set, capture=capture, **changes)
 
     def snapshot(self) -> EngineSnapshot:
         return self._call(self._service.snapshot)

@@ -37,7 +37,7 @@ from mrv2.engine.grammar.chains import chains_of
 from mrv2.engine.grammar.masks import fill_masks
 from mrv2.engine.grammar.queue import GrammarQueue
 from mrv2.engine.kv_cache_manager import KVCacheManager
-from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot, KnobChange
 from mrv2.engine.request import Request
 from mrv2.engine.row_sampling import row_sampling
 from mrv2.engine.scheduler import Scheduler
@@ -64,7 +64,7 @@ class EngineCore:
         self.model_config = self.executor.model_config
         self.max_model_len = self.executor.max_model_len
         self.knobs = config.knobs
-        self._knobs_since = 0
+        self._change = KnobChange()
         self.kv = KVCacheManager(
             self.executor.num_kv_blocks,
             config.block_size,
@@ -94,7 +94,7 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """True while `step` has something to do or to return."""
-        return bool(self._ready or self._in_flight or self.scheduler.has_unfinished)
+        return bool(self._ready or self._in_flight or self.scheduler.has_unfinished or self.executor.graphs.is_pending)
 
     @property
     def steps_in_flight(self) -> int:
@@ -144,6 +144,10 @@ class EngineCore:
         if self.grammars:
             for request, reason in self.grammars.take_compiled():
                 self._ready.append(self.scheduler.fail(request, reason))
+        if self.executor.graphs.is_due(self.scheduler.has_unfinished):
+            self.drain()
+            with stage(stages.CAPTURE_GRAPHS):
+                self.executor.graphs.in_a_pause(self.knobs)
         if self.knobs.async_scheduling:
             self._overlapped_step()
         else:
@@ -153,23 +157,32 @@ class EngineCore:
         outputs, self._ready = self._ready, []
         return outputs
 
-    def set_knobs(self, **changes: Any) -> Knobs:
+    def set_knobs(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:
         """Change live switches at a step boundary: steps in flight drain, running requests go on.
 
+        Graphs that are missing are captured now, or between the steps to come.
         Raises `ConfigError` for an unknown knob or an illegal value; then nothing has changed.
         """
         knobs = self.knobs.with_changes(**changes)
         self.config.check_knobs(knobs)
+        change = KnobChange(step=self.scheduler.step, num_drained=len(self._in_flight))
         self.drain()
+        num_preemptions = self.scheduler.stats.num_preemptions
         self.executor.set_knobs(knobs)
+        change.num_graphs = self.executor.graphs.num_missing(knobs)
+        if capture == "now":
+            self.executor.capture_graphs()
+        else:
+            self.executor.graphs.postpone(knobs)
         if knobs.runner != self.knobs.runner:
             self.scheduler.forget_rows()
         rules = [(k.spec_method, k.verification, k.draft_sampling, k.grammar_drafts) for k in (self.knobs, knobs)]
         if rules[0] != rules[1]:
             self.scheduler.forget_drafts()
         self.knobs = knobs
-        self._knobs_since = self.scheduler.step
-        self._tell_scheduler()
+        change.num_caught_up = self._tell_scheduler()
+        change.num_recomputed = self.scheduler.stats.num_preemptions - num_preemptions
+        self._change = change
         return knobs
 
     @torch.no_grad()
@@ -197,7 +210,8 @@ class EngineCore:
             num_grammar_compiling=len(self.grammars),
             waits=dict(self.device.waits),
             knobs=self.knobs.as_dict(),
-            knobs_since=self._knobs_since,
+            change=self._change,
+            capture=self.executor.graphs.progress(self.knobs),
             num_drafted=list(scheduler.stats.num_drafted),
             num_accepted=list(scheduler.stats.num_accepted),
             num_forced_drafted=sum(scheduler.stats.forced.num_drafted),
@@ -211,8 +225,11 @@ class EngineCore:
         self.grammars.close()
         self.executor.shutdown()
 
-    def _tell_scheduler(self) -> None:
-        """Tell the scheduler who drafts, how much, and how far prompts may stretch a step of decodes."""
+    def _tell_scheduler(self) -> int:
+        """Tell the scheduler who drafts, how much, and how far prompts may stretch a step of decodes.
+
+        Returns how many running requests a draft model had to read first.
+        """
         knobs = self.knobs
         self.scheduler.leave_decodes()
         self.scheduler.prefill_chunk = knobs.prefill_chunk
@@ -220,7 +237,7 @@ class EngineCore:
         self.scheduler.num_forced_tokens = knobs.num_spec_tokens if knobs.grammar_drafts else 0
         # what was learnt of one way of drafting says nothing of another
         self.scheduler.adaptive = AdaptiveDrafts(self.config.draft_cost) if knobs.adaptive_drafts else None
-        filling, extra = 0, 1
+        filling, extra, behind = 0, 1, []
         for bit, drafter in enumerate(self.executor.drafters):
             if drafter.method == knobs.spec_method:
                 filling, extra = 1 << bit, drafter.extra
@@ -233,6 +250,7 @@ class EngineCore:
         # a draft model reads the sampled token too, even if it drafts nothing: what has no block may hold NaN
         lookahead = max(knobs.num_spec_tokens, extra) if filling else 0
         self.scheduler.use_drafter(filling, lookahead=lookahead, reads_ahead=not extra)
+        return len(behind)
 
     def _normal_step(self) -> None:
         """Schedule, launch, wait, update."""
@@ -289,6 +307,11 @@ class EngineCore:
         batch_rows = np.repeat(np.array([row for row, _ in alive], dtype=np.int32), [1 + n for n in counts])
         places = np.concatenate([np.arange(1 + n, dtype=np.int32) for n in counts])
         return GrammarMask(batch_rows, places, bits, chains)
+
+    def _await_tokens(self, rows: list[tuple[int, Request]]) -> bool:
+        """Say whether `rows` of the newest step follow tokens that are still in flight."""
+        self.scheduler.bring_up_to_date([row for row, _ in rows])
+        return any(request.num_in_flight > 1 and not request.finished for _, request in rows)
 
     def _await_tokens(self, rows: list[tuple[int, Request]]) -> bool:
         """Say whether `rows` of the newest step follow tokens that are still in flight."""

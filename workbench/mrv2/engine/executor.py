@@ -10,6 +10,7 @@ import torch
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.device import Device, make_device
+from mrv2.engine.graph_capture import GraphCapture
 from mrv2.engine.startup_clock import StartupClock
 from mrv2.errors import ConfigError
 from mrv2.instrument import stage, stages
@@ -43,6 +44,7 @@ class Executor(Protocol):
     max_model_len: int
     vocab_size: int
     drafters: Sequence[LoadedDrafter]
+    graphs: GraphCapture
 
     def execute_model(self, scheduled: SchedulerOutput) -> None: ...
 
@@ -139,6 +141,7 @@ class UniProcExecutor:
         self._runners: dict[str, Runner] = {}
         with self.clock.part("runner"):
             self.runner = self._runner(self.knobs.runner)
+        self.graphs = GraphCapture(self.device, lambda: (self.forward, *self.runner.graph_sets), self._make_inert)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Launch a step up to its logits."""
@@ -163,10 +166,12 @@ class UniProcExecutor:
             return self.runner.sample_tokens(grammar)
 
     def set_knobs(self, knobs: Knobs) -> None:
-        """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows."""
+        """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows.
+
+        What has no graph runs without, until `graphs` has captured it.
+        """
         runner = self._runner(knobs.runner)
         self.knobs = self.resources.knobs = knobs
-        self.capture_graphs()
         if runner is not self.runner:
             self.runner.reset()
             self.runner = runner
@@ -178,15 +183,9 @@ class UniProcExecutor:
 
     def capture_graphs(self) -> None:
         """Capture what is missing under the knobs; at load, or between two steps, of which the device is drained."""
-        graph_sets = (self.forward, *self._runner(self.knobs.runner).graph_sets)
-        wanted = [graph_set for graph_set in graph_sets if graph_set.missing(self.knobs)]
         with self.clock.part("graphs"):
-            for graph_set in wanted:
-                self._make_inert()
-                graph_set.capture(self.device.main, self.knobs)
-            self.graph_demand.asked.clear()
-            if wanted:
-                self.device.synchronize("graph capture")
+            self.graphs.all_now(self.knobs)
+        self.graph_demand.asked.clear()
 
     def shutdown(self) -> None:
         """Finish queued work and release the device."""
@@ -267,11 +266,11 @@ class UniProcExecutor:
         num_copies = 3 + 2 * bool(self.processors)
         num_logits = min(rows * (1 + config.max_num_spec_tokens), self.buffers.input_ids.shape[0])
         logits = num_logits * self.vocab_size * (self.model.dtype.itemsize + num_copies * 4)
+        # a drafter's logits, beside what the target's left
+        logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 12) for d in self.drafters), default=0)
         if self.model_state.step_graphs:
             # the graphs' pool holds them once more
             logits *= 2
-        # a drafter's pass over the step beside what the target's left, and its logits
-        logits += max((rows * d.draft_vocab_size * (self.model.dtype.itemsize + 12) for d in self.drafters), default=0)
         # the logits of one pass over prompt tokens
         logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")

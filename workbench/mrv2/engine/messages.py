@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# when graphs are captured that a change of knobs asks for
+CaptureTime = Literal["now", "between_steps"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,6 +142,32 @@ def token_outputs(req_ids: list[str], tokens: list[int], step: int) -> list[Engi
 
 
 @dataclass(slots=True, kw_only=True)
+class KnobChange:
+    """What the last change of knobs took."""
+
+    # the first step with the new knobs
+    step: int = 0
+    # steps in flight that were waited for
+    num_drained: int = 0
+    # running requests that the new drafter had not followed: preempted, and computed once more
+    num_recomputed: int = 0
+    # running requests whose tokens a draft model read first
+    num_caught_up: int = 0
+    # graphs that the knobs ask for and that were not there
+    num_graphs: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class CaptureProgress:
+    """Graphs that are being captured between steps; what has none yet runs without."""
+
+    num_captured: int
+    num_graphs: int
+    # what is captured next, in words
+    upcoming: str
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineSnapshot:
     """A consistent picture between two steps; plain values only, never runner tensors."""
 
@@ -154,8 +182,10 @@ class EngineSnapshot:
     # host waits by reason since start
     waits: dict[str, int]
     knobs: dict[str, Any]
-    # the first step that `knobs` were in force for
-    knobs_since: int = 0
+    # how they came into force
+    change: KnobChange = field(default_factory=KnobChange)
+    # None = every graph that they ask for is there
+    capture: CaptureProgress | None = None
     # by draft position since start: drafts that the target saw, and those that it accepted
     num_drafted: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
@@ -169,6 +199,11 @@ class EngineSnapshot:
     # running requests that follow a grammar, and waiting ones whose grammar is being compiled
     num_grammar_running: int = 0
     num_grammar_compiling: int = 0
+
+    @property
+    def knobs_since(self) -> int:
+        """The first step that `knobs` were in force for."""
+        return self.change.step
 
     @property
     def drafts(self) -> DraftCounts:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.client import EngineClient
-from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot
 from mrv2.engine.service import (
     Command,
     CoreFactory,
@@ -122,8 +122,8 @@ class RemoteClient(EngineClient):
     def poll(self, timeout: float | None = None) -> list[EngineOutput]:
         return self._mailbox.take_outputs(timeout)
 
-    def set(self, **changes: Any) -> Knobs:
-        return self._call("set", **changes)
+    def set(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:
+        return self._call("set", capture=capture, **changes)
 
     def snapshot(self) -> EngineSnapshot:
         return self._call("snapshot")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mrv2.config import EngineConfig, Knobs
-from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot
 from mrv2.engine.recording import StageRecording
 from mrv2.errors import MRV2Error
 from mrv2.instrument import Span
@@ -36,7 +36,7 @@ class Core(Protocol):
     def add_request(self, message: EngineRequest, /) -> None: ...
     def abort(self, req_ids: list[str], /) -> None: ...
     def step(self) -> list[EngineOutput]: ...
-    def set_knobs(self, **changes: Any) -> Knobs: ...
+    def set_knobs(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs: ...
     def snapshot(self) -> EngineSnapshot: ...
     def shutdown(self) -> None: ...
 
@@ -84,8 +84,8 @@ class EngineService:
     def abort(self, req_ids: list[str]) -> None:
         self.core.abort(req_ids)
 
-    def set(self, **changes: Any) -> Knobs:
-        return self.core.set_knobs(**changes)
+    def set(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:
+        return self.core.set_knobs(capture=capture, **changes)
 
     def snapshot(self) -> EngineSnapshot:
         return self.core.snapshot()

@@ -11,6 +11,8 @@ SAMPLE_TOKENS = "sample_tokens"
 WAIT_OUTPUT = "wait_output"
 UPDATE_FROM_OUTPUT = "update_from_output"
 PROCESS_OUTPUTS = "process_outputs"
+# graphs that a changed knob asks for, a few between two steps
+CAPTURE_GRAPHS = "capture_graphs"
 
 # device, in the order of a V2 step
 UPLOAD = "upload"
@@ -53,5 +55,6 @@ HOST_STAGES = frozenset(
         WAIT_OUTPUT,
         UPDATE_FROM_OUTPUT,
         PROCESS_OUTPUTS,
+        CAPTURE_GRAPHS,
     }
 )

@@ -70,6 +70,7 @@ class Driver:
         *,
         eos_token_ids: tuple[int, ...] = (),
         window_steps: int = 16,
+        paused: bool = False,
     ) -> None:
         self.client, self.tokenizer, self.errors = client, tokenizer, errors
         self.intents = IntentLog()
@@ -77,7 +78,7 @@ class Driver:
         self.book = RequestBook(tokenizer)
         self.windows = WindowRecorder(client, self._on_window, errors.add, steps=window_steps)
         self.window: Window | None = None
-        self.paused = False
+        self.paused = paused
         # an experiment drives the load itself
         self.busy_with = ""
         self._eos = eos_token_ids
@@ -91,6 +92,8 @@ class Driver:
         self._stop = threading.Event()
         self._next_view = self._next_sample = float("-inf")
         self.snapshot = client.snapshot()
+        # applied intents whose graphs are being captured, and since when
+        self._capturing: deque[tuple[Intent, float]] = deque()
         # when, with how many marks, what
         self._drawn_metrics: tuple[float, int, dict[str, Any]] = (float("-inf"), 0, {})
         self.view = self._make_view(time.monotonic())
@@ -221,7 +224,7 @@ class Driver:
     def _apply(self, intent: Intent) -> None:
         began = time.monotonic()
         try:
-            self.client.set(**intent.changes)
+            self.client.set(capture="between_steps", **intent.changes)
         except MRV2Error as error:
             intent.refuse(str(error))
             if isinstance(error, EngineDeadError):
@@ -232,7 +235,9 @@ class Driver:
         self.metrics.mark(now, self.snapshot.knobs_since, describe_changes(intent.changes))
         # whoever sees it applied sees the new knobs too
         self.view = self._make_view(now)
-        intent.apply(self.snapshot.knobs_since, now - began)
+        intent.apply(self.snapshot.change, now - began)
+        if intent.lacks_graphs:
+            self._capturing.append((intent, now))
 
     def _serve(self, now: float) -> None:
         for due in self._generator.due(now, len(self._load_ids)):
@@ -259,6 +264,9 @@ class Driver:
             return
         self._next_view = now + VIEW_S
         self.snapshot = snapshot = self.client.snapshot()
+        while self._capturing and snapshot.capture is None:
+            intent, applied = self._capturing.popleft()
+            intent.complete(now - applied)
         busy = bool(snapshot.num_running or snapshot.num_waiting or snapshot.steps_in_flight)
         self.windows.tick(now, snapshot.step, busy)
         if now >= self._next_sample:

@@ -27,6 +27,7 @@ from types import EllipsisType
 from typing import Any, Literal, TypeVar
 
 from mrv2.errors import MRV2Error
+from mrv2_models.shipped import shipped
 
 State = Literal["open", "right", "wrong"]
 Check = Callable[[Any], "bool | str"]
@@ -52,18 +53,11 @@ def pick(full: _T, quick: _T) -> _T:
 
 
 def recorded(name: str) -> Path:
-    """Return a recording of the checkout's folder ``traces``, for example ``"h200/v2_async.graph.sqlite.gz"``.
+    """Return a recording of the folder ``traces``, for example ``"h200/v2_async.graph.sqlite.gz"``.
 
-    Raises `FileNotFoundError` if the current folder is not inside a checkout that has it.
+    Raises `FileNotFoundError` if neither the checkout nor the installation has it.
     """
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if (folder / "traces" / "index.json").is_file():
-            path = folder / "traces" / name
-            if path.is_file():
-                return path
-            raise FileNotFoundError(f"{name!r} is not among the recordings of {folder / 'traces'}")
-    raise FileNotFoundError(f"no folder 'traces' above {here}: open the notebook inside a checkout of the repository")
+    return shipped(f"traces/{name}")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,7 @@ class Panel:
             "finished": view.num_finished,
             "depth": snapshot.effective_depth,
             "grammars": snapshot.num_grammar_running,
+            "capture": None if snapshot.capture is None else asdict(snapshot.capture),
             "load": vars(view.load),
             "paused": self.workbench.driver.paused,
             "error": None
@@ -184,7 +186,7 @@ class Panel:
         }
 
     def _paint_knobs(self, view: Any, log: list[Intent], by_knob: dict[str, Any]) -> None:
-        state = (tuple(view.snapshot.knobs.items()), tuple((i.number, i.state) for i in log))
+        state = (tuple(view.snapshot.knobs.items()), tuple((i.number, i.state, i.lacks_graphs) for i in log))
         if state == self._knob_state:
             return
         self._knob_state = state

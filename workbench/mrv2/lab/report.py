@@ -15,6 +15,8 @@ from mrv2.viz import Timeline, page, theme
 from mrv2.viz.tables import sync_table
 
 MAX_REQUESTS = 50
+# points of a line
+MAX_POINTS = 400
 
 
 def save_report(session: Session, path: Path) -> Path:
@@ -63,13 +65,26 @@ def report_html(session: Session) -> str:
     )
 
 
+def thinned(points: list[list[float]], most: int = MAX_POINTS) -> list[list[float]]:
+    """Return at most `most` of the points, among them the lowest and the highest of every stretch."""
+    if len(points) <= most:
+        return points
+    size = -(-2 * len(points) // most)
+    kept: list[list[float]] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        ends = (min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1]))
+        kept += sorted(ends)
+    return kept
+
+
 def _metrics_figure(session: Session) -> dict[str, Any]:
     shown = [m for m in METRICS if session.metrics["series"].get(m.key)]
     gap = 0.03
     height = (1 - gap * (len(shown) - 1)) / max(len(shown), 1)
     traces, axes = [], {}
     for i, metric in enumerate(shown):
-        points = session.metrics["series"][metric.key]
+        points = thinned(session.metrics["series"][metric.key])
         name = "y" if i == 0 else f"y{i + 1}"
         top = 1 - i * (height + gap)
         axes["yaxis" + name[1:]] = {
@@ -81,15 +96,16 @@ def _metrics_figure(session: Session) -> dict[str, Any]:
             {
                 "type": "scatter",
                 "mode": "lines",
-                "x": [at for at, _ in points],
-                "y": [value for _, value in points],
+                # a line of 110 pixels shows no more than that
+                "x": [round(at, 2) for at, _ in points],
+                "y": [float(f"{value:.4g}") for _, value in points],
                 "yaxis": name,
                 "name": metric.label,
                 "line": {"color": theme.HUES[(i % 7) + 1].colour, "width": 1.5},
             }
         )
     marks = [
-        {"type": "line", "xref": "x", "yref": "paper", "x0": m["t"], "x1": m["t"], "y0": 0, "y1": 1,
+        {"type": "line", "xref": "x", "yref": "paper", "x0": round(m["t"], 2), "x1": round(m["t"], 2), "y0": 0, "y1": 1,
          "line": {"color": "#d55e00", "dash": "dash", "width": 1}}
         for m in session.metrics["marks"]
     ]  # fmt: skip

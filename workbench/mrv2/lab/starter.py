@@ -1,10 +1,13 @@
-"""The smallest notebook that shows the panel, for a package that was installed without the notebooks."""
+"""Notebooks for a folder that has none: a working copy of those that ship, or the smallest one that shows the panel."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+
+from mrv2_models.shipped import shipped
 
 NAME = "quickstart.ipynb"
 _CELLS = (
@@ -32,10 +35,27 @@ def starter_notebook(model: str) -> dict[str, Any]:
     return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
 
 
-def write_starter(folder: Path, model: str) -> Path:
-    """Write the notebook into `folder` unless one of its name is there; return its path."""
+def write_starter(folder: Path, model: str, name: str = NAME) -> Path:
+    """Write the smallest notebook into `folder` unless one of its name is there; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / NAME
+    file = folder / name
     if not file.exists():
         file.write_text(json.dumps(starter_notebook(model), indent=1), encoding="utf-8")
     return file
+
+
+def copy_notebooks(folder: Path) -> Path | None:
+    """Copy the notebooks that ship, and the glossary that they link to, under `folder`; return the quickstart.
+
+    A file that is there stays as it is.  None if this installation has no notebooks.
+    """
+    try:
+        source, glossary = shipped("notebooks"), shipped("docs/glossary.md")
+    except FileNotFoundError:
+        return None
+    copies = [(file, folder / "notebooks" / file.name) for file in (*source.glob("*.ipynb"), source / "README.md")]
+    for file, copy in (*copies, (glossary, folder / "docs" / glossary.name)):
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    return folder / "notebooks" / "00_quickstart.ipynb"

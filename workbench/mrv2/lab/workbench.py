@@ -92,8 +92,8 @@ class Workbench:
             self.errors,
             eos_token_ids=tuple(dict.fromkeys((*own, *info.model_config.eos_token_ids))),
             window_steps=window_steps,
+            paused=not start,
         )
-        self.driver.paused = not start
         self.presets: list[Preset] = presets(info.config, self.on_cuda)
         self.last_ab: ABResult | None = None
         self._panel: Panel | None = None

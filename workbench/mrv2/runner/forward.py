@@ -15,6 +15,7 @@ from mrv2.config import Knobs
 from mrv2.device import Device, Graph, Stream
 from mrv2.instrument import stages
 from mrv2.runner.graph_demand import GraphDemand
+from mrv2.runner.protocol import SchedulerOutput
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.kv_cache import LayerCache
 from mrv2_models.model_state import ForwardBatch, ModelState
@@ -26,7 +27,7 @@ class GraphKey:
 
     num_tokens: int
     num_reqs: int
-    # query tokens of every request (1 = decode, 1 + K = verification); 0 = they differ
+    # query tokens that every request has at most (1 = decode, 1 + K = verification); 0 = prompts are among them
     query_len: int
 
     @property
@@ -37,9 +38,9 @@ class GraphKey:
 class Buckets:
     """Padded shapes; a pure function of the batch, the same whether graphs are on or off.
 
-    Batches of one query length up to `max_uniform` (decode, verification) are padded to 1, 2, 4 and
-    multiples of 8 requests up to R; mixed batches of up to `max_mixed` tokens to steps of an eighth of
-    the next power of two, with all R rows.  Larger batches, and every batch without CUDA
+    Batches of requests of at most `max_uniform` tokens (decode, verification) are padded to 1, 2, 4 and
+    multiples of 8 requests up to R, of the same number of tokens each; mixed batches of up to `max_mixed` tokens
+    to steps of an eighth of the next power of two, with all R rows.  Larger batches, and every batch without CUDA
     (`padded=False`), keep their exact shape.
     """
 
@@ -51,7 +52,7 @@ class Buckets:
         self.mixed = tuple(_mixed_sizes(max_mixed)) if padded else ()
 
     def key(self, num_tokens: int, num_reqs: int, query_len: int) -> GraphKey:
-        """Return the padded shape of a batch; `query_len` is 0 if its requests differ in length."""
+        """Return the padded shape of a batch; `query_len` as `padded_query_len` has it."""
         if 1 <= query_len <= self.max_uniform and self.decode:
             size = self.decode[bisect_left(self.decode, num_reqs)]
             return GraphKey(size * query_len, size, query_len)
@@ -83,6 +84,18 @@ def verified_lengths(knobs: Knobs) -> tuple[int, ...]:
         return (1,)
     most = 1 + knobs.num_spec_tokens
     return tuple(range(1, most + 1)) if knobs.adaptive_drafts or knobs.grammar_drafts else (1, most)
+
+
+def padded_query_len(scheduled: SchedulerOutput, knobs: Knobs) -> int:
+    """Return the tokens that each request of a batch is padded to: 1 for decodes, 1 + K for verifications.
+
+    0 for a batch that holds more than the last token and the drafts of each request.  Requests may have fewer drafts
+    than K at their end; the knobs say what K is, so that such a batch has the graph of the others.
+    """
+    if scheduled.total_tokens > scheduled.num_reqs + int(scheduled.num_draft_tokens.sum()):
+        return 0
+    most = int(scheduled.num_draft_tokens.max())
+    return 1 + (most if knobs.adaptive_drafts or not most else max(most, knobs.num_spec_tokens))
 
 
 class ForwardBuffers:

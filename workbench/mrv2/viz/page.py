@@ -46,7 +46,8 @@ def render(page: Page) -> str:
     data: dict[str, Any] = {
         "themes": theme.spec()["themes"],
         "theme": page.theme,
-        "timeline": page.timeline[0] if page.timeline else None,
+        # it shares the page's themes
+        "timeline": {k: v for k, v in page.timeline[0].items() if k != "themes"} if page.timeline else None,
         "tables": list(page.tables),
         "figures": [figure for _, figure in page.figures],
     }
@@ -75,9 +76,9 @@ def render(page: Page) -> str:
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
             f"<style>{payload.assets('style.css', 'page.css')}</style></head><body>",
             *filter(None, body),
-            f"<script type='application/json' id='mrv2-data'>{_json(data)}</script>",
+            f"<script type='text/plain' id='mrv2-data'>{payload.packed(_json(data).encode())}</script>",
             f"<script type='text/plain' id='mrv2-columns'>{columns}</script>",
-            f"<script type='text/plain' id='mrv2-plotly' data-version='{version}'>{payload.as_base64(plotly)}</script>",
+            f"<script type='text/plain' id='mrv2-plotly' data-version='{version}'>{payload.as_base85(plotly)}</script>",
             f"<script type='module'>{program}</script>",
             "</body></html>",
         ]

@@ -166,7 +166,7 @@ class SessionTab extends Tab {
     this.place.replaceChildren(
       make("p", { class: "cost" }, `This panel paints ${d.cost.hz} times a second at most, ${d.cost.paint_ms} ms each; it has taken ${(100 * d.cost.share).toFixed(1)} % of one core.`),
       d.log.length ? tableOf(["what", "who", "state", "step", "took"], d.log.map((i) => cellsOf([
-        Object.entries(i.changes).map(([k, v]) => `${k}=${v}`).join(", "), i.source, i.state + (i.reason ? `: ${i.reason}` : ""), i.step ?? "", i.ms == null ? "" : `${i.ms} ms`])), "Changes") : note("Nothing was changed yet."));
+        Object.entries(i.changes).map(([k, v]) => `${k}=${v}`).join(", "), i.source, [i.state + (i.reason ? `: ${i.reason}` : ""), costOf(i)].filter(Boolean).join(", "), i.step ?? "", i.ms == null ? "" : `${i.ms} ms`])), "Changes") : note("Nothing was changed yet."));
   }
 }
 

@@ -7,6 +7,15 @@ function shownValue(value) {
   return value === true ? "on" : value === false ? "off" : String(value);
 }
 
+// What a change took beside the switch itself.
+function costOf({ recomputed, caught_up: caughtUp, graphs, capture_ms: ms }) {
+  const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+  return [
+    recomputed && `${many(recomputed, "request")} recomputed`, caughtUp && `${many(caughtUp, "request")} read again`,
+    graphs && (ms == null ? `${many(graphs, "graph")} to capture` : `${many(graphs, "graph")} captured`),
+  ].filter(Boolean).join(", ");
+}
+
 class PanelView {
   constructor(root, model) {
     Object.assign(this, { root, model, spec: model.get("spec"), shown: new Map(), lastBeat: performance.now(), explained: null });
@@ -67,10 +76,13 @@ class PanelView {
     this.state, this.counts, make("div", { class: "row" }, this.startButton, this.pauseButton, this.stopButton));
     this.lost = make("p", { class: "banner lost", role: "alert", hidden: true }, "The kernel does not answer. It was restarted, or a cell keeps it busy; after a restart run the cells again.");
     this.error = make("div", { class: "banner error", role: "alert", hidden: true });
+    this.captureText = make("span", {});
+    this.captureBar = make("progress", { "aria-label": "graphs captured" });
+    this.capture = make("div", { class: "capture", role: "status", hidden: true }, this.captureBar, this.captureText);
     // cause and effect on one screen: the knobs beside the timeline
     const right = make("div", { class: "right" }, this.buildTabs(), this.buildStreams());
     this.main = make("div", { class: "main" }, this.buildMetrics(), make("div", { class: "columns" }, this.buildControls(), right));
-    this.root.replaceChildren(header, this.lost, this.error, this.main);
+    this.root.replaceChildren(header, this.lost, this.error, this.capture, this.main);
   }
 
   // ---- metrics
@@ -179,8 +191,8 @@ class PanelView {
       });
       row.classList.toggle("changed", at !== knob.values.indexOf(knob.default));
       chip.className = `chip ${intent?.state || ""}`;
-      chip.title = intent?.reason || (intent ? `asked for by ${intent.source}` : "");
-      chip.textContent = !intent ? "" : intent.state === "pending" ? "\u2026 pending" : intent.state === "applied" ? `\u2713 applied at step ${intent.step}` : `\u2717 refused: ${intent.reason}`;
+      chip.title = intent?.reason || (intent ? [`asked for by ${intent.source}`, costOf(intent)].filter(Boolean).join("; ") : "");
+      chip.textContent = !intent ? "" : intent.state === "pending" ? "\u2026 pending" : intent.state === "applied" ? [`\u2713 applied at step ${intent.step}`, costOf(intent)].filter(Boolean).join(", ") : `\u2717 refused: ${intent.reason}`;
     }
   }
 
@@ -191,6 +203,7 @@ class PanelView {
     this.state.dataset.state = status.state.split(":")[0];
     const grammar = status.grammars ? ` (${status.grammars} follow a grammar: depth ${status.depth})` : "";
     this.counts.textContent = `step ${status.step} \u00b7 ${status.running} running${grammar} \u00b7 ${status.queue} waiting \u00b7 ${status.finished} finished \u00b7 ${status.tokens} tokens`;
+    this.drawCapture(status.capture);
     this.startButton.disabled = !status.paused || status.state === "failed";
     this.pauseButton.disabled = status.paused;
     for (const [name, input] of this.loadInputs) {
@@ -202,6 +215,14 @@ class PanelView {
     this.hold.toggleAttribute("hidden", !status.hold);
     this.holdButton.toggleAttribute("hidden", status.hold);
     this.holding = false;
+  }
+
+  drawCapture(capture) {
+    this.capture.hidden = !capture;
+    if (!capture) return;
+    const { num_captured: done, num_graphs: all, upcoming } = capture;
+    Object.assign(this.captureBar, { max: all, value: done });
+    this.captureText.textContent = `capturing graph ${Math.min(done + 1, all)} of ${all} (${upcoming}); what has none yet runs uncaptured meanwhile`;
   }
 
   drawError(error) {

@@ -6,7 +6,8 @@ preparation reads them from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,9 +15,10 @@ import torch
 from mrv2.config import Knobs
 from mrv2.device import Stream
 from mrv2.instrument import stages
+from mrv2.runner.forward import padded_query_len
 from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.resources import RunnerResources
-from mrv2.runner.v2.drafters.chain import DraftBuffers, fill_starts, run_missed
+from mrv2.runner.v2.drafters.chain import DraftBuffers, fill_starts, run_chain, run_missed
 from mrv2.runner.v2.drafters.graphs import DraftGraphs, DraftKey, draft_choice
 from mrv2.runner.v2.drafters.suffix import SuffixSpeculator
 from mrv2.runner.v2.request_state import RequestState
@@ -29,7 +31,7 @@ class Speculator(Protocol):
     def propose(
         self,
         state: RequestState,
-        # [B] int32
+        # [B] int32; a negative entry is skipped
         idx_mapping: torch.Tensor,
         # [B] int32
         num_sampled: torch.Tensor,
@@ -110,6 +112,24 @@ class Drafting:
                 missed = range(start, min(start + chunk, length))
                 stream.run(stages.DRAFT, run_missed, drafter, self.state, row, missed, self.block_size)
 
+    def bind(
+        self,
+        key: DraftKey,
+        # [B_pad] int32, -1 in padding
+        live_rows: torch.Tensor,
+        # [B_pad] int32
+        num_sampled: torch.Tensor,
+    ) -> Callable[[], None] | None:
+        """Return the draft stage of a step that is padded to ``key.shape``, as device code; None = nobody drafts."""
+        if key.method in self.drafters:
+            return partial(run_chain, *self.graphs.arguments(key))
+        if not key.num_drafts:
+            return None
+        longest = self.state.arena["token_ids"].shape[1]
+        return partial(
+            self.speculators[key.method].propose, self.state, live_rows, num_sampled, key.num_drafts, longest
+        )
+
     def submit_drafts(
         self,
         stream: Stream,
@@ -122,9 +142,8 @@ class Drafting:
     ) -> None:
         """Submit the draft stage, if the knobs ask for drafts, or for a drafter that must keep step."""
         if knobs.spec_method in self.drafters:
-            num_reqs, num_tokens = scheduled.num_reqs, scheduled.total_tokens
-            longest = int(scheduled.num_scheduled_tokens.max())
-            shape = self.forward.buckets.key(num_tokens, num_reqs, longest if num_tokens == num_reqs * longest else 0)
+            query_len = padded_query_len(scheduled, knobs)
+            shape = self.forward.buckets.key(scheduled.total_tokens, scheduled.num_reqs, query_len)
             self.graphs.submit(
                 stream, DraftKey(knobs.spec_method, shape, scheduled.num_next_drafts, draft_choice(knobs))
             )

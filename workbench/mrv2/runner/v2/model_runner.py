@@ -7,8 +7,8 @@ to model goes behind `ModelState`, what belongs to one sampling feature behind i
     main   |   [upload][staged writes][prepare][forward][logits][sample][verify]|[post-update][draft] ...
     copy   |                                                                    [output copy n]
 
-With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.  A decode batch
-that `StepGraphs` covers takes one replay for all of it, in `execute_model`.
+With a grammar row in the batch, `sample_tokens` applies its mask between logits and sampling.  A batch of
+decodes or verifications that `StepGraphs` covers takes one replay for all of it, in `execute_model`.
 
 The host hands over ids and counts; it never reads a number that this step or the one before it
 computed on the device.
@@ -26,7 +26,7 @@ from mrv2.device import Stream
 from mrv2.instrument import stages
 from mrv2.runner.async_logprobs import LogprobTensors, StepLogprobs
 from mrv2.runner.async_output import OutputSlots, PinnedOutput
-from mrv2.runner.forward import ForwardBuffers
+from mrv2.runner.forward import ForwardBuffers, padded_query_len
 from mrv2.runner.grammar_masks import GrammarMasks
 from mrv2.runner.protocol import GrammarMask, GraphSet, RunnerStats, SchedulerOutput
 from mrv2.runner.resources import RunnerResources
@@ -106,7 +106,9 @@ class ModelRunnerV2:
         self.num_rejected = r.device.zeros((r.max_num_seqs,), torch.int32)
         # [R * (1 + K)] int32, written by each step
         self.logits_indices = r.device.zeros((r.max_num_seqs * width,), torch.int32)
-        self.step_graphs = StepGraphs(r, self.state, self.sampler, self.upload, self.output_slots, self.token_index)
+        held = (self.state, self.sampler, self.upload, self.output_slots, self.token_index)
+        drafting = (self.speculation, self.drafting, self.draft_mirror.before_drafting)
+        self.step_graphs = StepGraphs(r, *held, *drafting)
         self.graph_sets: Sequence[GraphSet] = (self.step_graphs, self.drafting.graphs)
         self.stats = RunnerStats()
         # the batch of the last step, and the same as rows [B] int32
@@ -123,11 +125,10 @@ class ModelRunnerV2:
             return self._replay(scheduled, rows)
         has_prefill = bool((scheduled.num_computed_tokens < self.state.prefill_len_np[rows]).any())
         plan = self.sampler.plan(scheduled, rows, knobs.sampler)
-        if self.step_graphs.find(scheduled, rows, plan, has_prefill):
+        query_len = padded_query_len(scheduled, knobs)
+        if self.step_graphs.find(scheduled, rows, plan, 0 if has_prefill else query_len):
             return self._replay(scheduled, rows)
         num_reqs, num_tokens = scheduled.num_reqs, scheduled.total_tokens
-        max_query_len = int(scheduled.num_scheduled_tokens.max())
-        query_len = max_query_len if num_tokens == num_reqs * max_query_len else 0
         num_drafts = int(scheduled.num_draft_tokens.sum())
         key = self.resources.forward.buckets.key(num_tokens, num_reqs, query_len)
 
@@ -136,7 +137,7 @@ class ModelRunnerV2:
         forward_batch = forward.make_batch(
             key,
             num_reqs=num_reqs,
-            max_query_len=max_query_len,
+            max_query_len=key.query_len or int(scheduled.num_scheduled_tokens.max()),
             knobs=knobs,
             query_start_loc_np=np.concatenate(([0], np.cumsum(scheduled.num_scheduled_tokens))),
             max_seq_lens_np=scheduled.num_computed_tokens + scheduled.num_scheduled_tokens,

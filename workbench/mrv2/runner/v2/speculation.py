@@ -12,8 +12,6 @@ and learns a step later how many were kept.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mrv2.config import Knobs
@@ -26,15 +24,15 @@ from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampler import Sampler, SamplingPlan, sample_rows
 from mrv2.runner.v2.sampling.context import LogitsHolder
 from mrv2.runner.v2.upload import UploadedBatch
-from mrv2_kernels._numerics import accumulator_dtype
-from mrv2_kernels.spec.accept import Method, accept_drafts
+from mrv2.runner.v2.verification import (
+    Acceptance,
+    Verified,
+    VerifiedRows,
+    verify_by_probability,
+    verify_exact,
+)
 from mrv2_kernels.spec.draft_probs import DraftProbs
 from mrv2_kernels.spec.expand import expand_logit_rows
-from mrv2_kernels.spec.recover import recover_tokens
-from mrv2_kernels.spec.verify import verify_token_exact
-
-# emitted tokens [B, 1 + K] int64, their number [B] int32, and that of rejected drafts [B] int32
-Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Speculation:
@@ -94,19 +92,21 @@ class Speculation:
             self.device.empty((num_reqs,), torch.int32),
             self.device.empty((num_reqs,), torch.int32),
         )
+        rows = VerifiedRows(batch.idx_mapping, batch.cu_num_logits, batch.num_sampled)
         if knobs.verification == "token_exact":
             stream.run(stages.SAMPLE, sample_rows, holder, sampler, plan, targets)
-            stream.run(stages.VERIFY, _verify_exact, *verified, targets, self.state, batch)
+            stream.run(stages.VERIFY, verify_exact, *verified, targets, self.state, rows)
             return verified
         stream.run(stages.SAMPLE, _apply_features, holder, sampler, plan)
-        options = dict(
-            method=knobs.verification,
-            scaled=plan.draw.is_truncated,
-            draft_probs=self._draft_probs.get(knobs.spec_method) if knobs.draft_sampling == "sampled" else None,
-            rates=self.rates,
-        )
-        stream.run(stages.VERIFY, _verify_by_probability, *verified, targets, holder, self.state, batch, options)
+        rule = self.acceptance(knobs, scaled=plan.draw.is_truncated)
+        stream.run(stages.VERIFY, _verify_by_probability, *verified, targets, holder, self.state, rows, rule)
         return verified
+
+    def acceptance(self, knobs: Knobs, *, scaled: bool) -> Acceptance:
+        """Return what verification by probabilities goes by; `scaled` logits are divided by the temperature already."""
+        assert knobs.verification != "token_exact", "token_exact compares tokens"
+        draft_probs = self._draft_probs.get(knobs.spec_method) if knobs.draft_sampling == "sampled" else None
+        return Acceptance(knobs.verification, scaled, draft_probs, self.rates)
 
 
 # Device code: reads nothing but its arguments.
@@ -134,28 +134,6 @@ def _apply_features(holder: LogitsHolder, sampler: Sampler, plan: SamplingPlan) 
     holder.target = sampler.target(holder.logits, holder.ctx, plan)
 
 
-def _verify_exact(
-    # [B, 1 + K] int64, [B] int32, [B] int32, out
-    sampled: torch.Tensor,
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-    # [N, 1] int64
-    targets: torch.Tensor,
-    state: RequestState,
-    batch: UploadedBatch,
-) -> None:
-    verify_token_exact(
-        sampled,
-        num_sampled,
-        num_rejected,
-        targets.view(-1),
-        state.draft_tokens,
-        batch.idx_mapping,
-        batch.cu_num_logits,
-        batch.num_sampled,
-    )
-
-
 def _verify_by_probability(
     # [B, 1 + K] int64, [B] int32, [B] int32, out
     sampled: torch.Tensor,
@@ -165,50 +143,8 @@ def _verify_by_probability(
     row_tokens: torch.Tensor,
     holder: LogitsHolder,
     state: RequestState,
-    batch: UploadedBatch,
-    options: dict[str, Any],
+    rows: VerifiedRows,
+    rule: Acceptance,
 ) -> None:
-    logits, ctx = holder.target, holder.ctx
-    method: Method = options["method"]
-    num_accepted = torch.empty_like(num_sampled)
-    log_mass = torch.empty(logits.shape[0], dtype=accumulator_dtype(logits.dtype), device=logits.device)
-    joint = torch.empty_like(log_mass)
-    temperature, seeds = state.arena["temperature"], state.arena["seeds"]
-    accept_drafts(
-        num_accepted,
-        log_mass,
-        joint,
-        logits,
-        ctx.logit_slots,
-        ctx.local_positions,
-        ctx.positions,
-        state.draft_tokens,
-        batch.idx_mapping,
-        batch.cu_num_logits,
-        temperature,
-        seeds,
-        method=method,
-        scaled=options["scaled"],
-        draft_probs=options["draft_probs"],
-        rates=options["rates"],
-    )
-    recover_tokens(
-        sampled,
-        num_sampled,
-        num_rejected,
-        row_tokens.view(-1),
-        num_accepted,
-        log_mass,
-        joint,
-        logits,
-        ctx.positions,
-        state.draft_tokens,
-        batch.idx_mapping,
-        batch.cu_num_logits,
-        batch.num_sampled,
-        temperature,
-        seeds,
-        scaled=options["scaled"],
-        residual=method != "synthetic",
-        draft_probs=options["draft_probs"],
-    )
+    verified = sampled, num_sampled, num_rejected
+    verify_by_probability(*verified, row_tokens, holder.target, holder.ctx, state, rows, rule)

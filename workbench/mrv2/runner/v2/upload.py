@@ -103,6 +103,8 @@ class StepUpload:
         self.header = self.counts + 3
         # [1] int32 each, device: what a graph reads of a step
         self.num_reqs, self.num_runs, self.output_slot = (step_words[self.counts + i :][:1] for i in range(3))
+        # [R] int32, device: 1 if the request yields a token in this step, 0 past the batch
+        self.yields = step_words[2 * max_num_seqs + 1 : 3 * max_num_seqs + 1]
         # int32, device: as many runs as `num_runs` says
         self.runs = step_words[self.header :]
         # [header] int32, host: what lies before the runs, of the batch `_rows`
@@ -157,6 +159,7 @@ class StepUpload:
         host[at : at + num_reqs] = rows
         host[at + num_reqs : at + max_num_seqs] = 0
         host[at + max_num_seqs : at + max_num_seqs + num_reqs] = scheduled.yields_token
+        host[at + max_num_seqs + num_reqs : at + 2 * max_num_seqs] = 0
         cu_num_logits = at + 2 * max_num_seqs
         np.cumsum(scheduled.num_draft_tokens + 1, out=host[cu_num_logits + 1 : cu_num_logits + 1 + num_reqs])
         host[self.counts] = num_reqs

@@ -1,9 +1,22 @@
 // Pages without a kernel: everything lies in the page itself.
 
+// Base85 as Python writes it (five characters make four bytes, the last group may be shorter), "," in place of "<".
+const BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;,=>?@^_`{|}~";
+
+function bytesOf(text) {
+  const digits = new Uint8Array(128), missing = (5 - (text.length % 5)) % 5, size = ((text.length + missing) / 5) * 4;
+  [...BASE85].forEach((char, i) => { digits[char.charCodeAt(0)] = i; });
+  const view = new DataView(new ArrayBuffer(size));
+  for (let at = 0; at < text.length; at += 5) {
+    let value = 0;
+    for (let i = at; i < at + 5; i++) value = value * 85 + (i < text.length ? digits[text.charCodeAt(i)] : 84);
+    view.setUint32((at / 5) * 4, value);
+  }
+  return new Uint8Array(view.buffer, 0, size - missing);
+}
+
 async function unpack(id) {
-  const text = document.getElementById(id).textContent.trim();
-  const bytes = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const stream = new Blob([bytesOf(document.getElementById(id).textContent.trim())]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).arrayBuffer();
 }
 
@@ -44,6 +57,7 @@ class Page {
     const { timeline, tables, theme } = this.data;
     const wanted = theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     if (timeline) {
+      timeline.themes = this.data.themes;
       const source = new LocalSource(timeline, columnsOf(await unpack("mrv2-columns"), timeline.columns));
       const root = document.getElementById("mrv2-timeline");
       this.view = new TimelineView(root, this.Plotly, timeline, source, { theme: wanted, window: timeline.window });
@@ -58,7 +72,7 @@ class Page {
 }
 
 async function openPage() {
-  const data = JSON.parse(document.getElementById("mrv2-data").textContent);
+  const data = JSON.parse(new TextDecoder().decode(await unpack("mrv2-data")));
   const script = document.createElement("script");
   script.textContent = new TextDecoder().decode(await unpack("mrv2-plotly"));
   document.head.append(script);

@@ -67,7 +67,7 @@ class ChainShape:
     num_reqs: int
     # upper bound, in tokens
     max_query_len: int
-    # every request has max_query_len tokens, so that num_tokens = num_reqs * max_query_len
+    # no request has more than max_query_len tokens, and num_tokens = num_reqs * max_query_len
     uniform: bool
     num_drafts: int
     choice: DraftChoice

@@ -70,7 +70,7 @@ class DraftGraphs:
             self.num_replays += 1
             stream.run(stages.DRAFT, graph.replay)
         else:
-            stream.run(stages.DRAFT, run_chain, *self._arguments(key))
+            stream.run(stages.DRAFT, run_chain, *self.arguments(key))
 
     def missing(self, knobs: Knobs) -> Sequence[DraftKey]:
         """Return the keys that `knobs` will dispatch and that have no graph yet."""
@@ -92,14 +92,15 @@ class DraftGraphs:
     def capture(self, stream: Stream, knobs: Knobs) -> None:
         """Capture what `knobs` will dispatch and is not there yet; the forward's buffers must hold inert rows."""
         for key in self.missing(knobs):
-            arguments = self._arguments(key)
+            arguments = self.arguments(key)
             # compiles what is not compiled yet
             stream.run(stages.DRAFT, run_chain, *arguments)
             self.graphs[key] = self.resources.device.capture(lambda a=arguments: run_chain(*a), stream)
 
-    def _arguments(
+    def arguments(
         self, key: DraftKey
     ) -> tuple[LoadedDrafter, ChainShape, ForwardBuffers, DraftBuffers, RequestState, int]:
+        """Return what `run_chain` takes for a key; all of it stays where it is."""
         r = self.resources
         drafter = self.drafters[key.method]
         return drafter, key.chain_shape(), r.forward.buffers, self.buffers, self.state, r.block_size
