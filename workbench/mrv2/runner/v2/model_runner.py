@@ -107,7 +107,7 @@ class ModelRunnerV2:
         # [R * (1 + K)] int32, written by each step
         self.logits_indices = r.device.zeros((r.max_num_seqs * width,), torch.int32)
         held = (self.state, self.sampler, self.upload, self.output_slots, self.token_index)
-        drafting = (self.speculation, self.drafting, self.draft_mirror.before_drafting)
+        drafting = (self.speculation, self.drafting, self.grammar_drafts.mirror.before_drafting)
         self.step_graphs = StepGraphs(r, *held, *drafting)
         self.graph_sets: Sequence[GraphSet] = (self.step_graphs, self.drafting.graphs)
         self.stats = RunnerStats()
