@@ -53,13 +53,15 @@ def alone(folder: Path, number: int) -> list[int]:
 
 def random_knobs(rng: np.random.Generator) -> dict[str, Any]:
     runner = ("v1", "v2")[int(rng.integers(2))]
+    num_spec_tokens = int(rng.integers(0, 5))
     return {
         "runner": runner,
         "async_scheduling": bool(rng.random() < 0.8),
         "queue_depth": int(rng.integers(1, 5 if runner == "v2" else 3)),
         "grammar_overlap": ("deferred", "deferred", "blocking")[int(rng.integers(3))],
         "spec_method": ("off", "ngram")[int(rng.integers(2))] if runner == "v2" else "off",
-        "num_spec_tokens": int(rng.integers(0, 5)),
+        "num_spec_tokens": num_spec_tokens,
+        "grammar_drafts": runner == "v2" and num_spec_tokens > 0 and bool(rng.integers(2)),
     }
 
 

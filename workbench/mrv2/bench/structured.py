@@ -8,6 +8,9 @@ Measured on an H200 (SmolLM2-135M, 64 slots): 51,425 tok/s at 0 %, 2,517 at 50 %
 at 100 %: the regular expression was compiled to rules, which leave thousands of tokens uncertain, so that a fill took
 a millisecond.  Since then it is one automaton.  All of a step's masks then took 8 us a row on two cores of another
 host (0.5 ms for 64 rows; a fill 4 us, 1,190 before): predicted 0.3 ms at 50 % and 0.5 at 100 %, under the forward.
+
+With ``--grammar-drafts --num-spec-tokens 4 --max-num-spec-tokens 4`` a JSON object of the form below takes some ten of
+its thirty tokens from drafts that its grammar forces: predicted a quarter fewer steps for it, none for the others.
 """
 
 from __future__ import annotations
