@@ -313,11 +313,6 @@ class EngineCore:
         self.scheduler.bring_up_to_date([row for row, _ in rows])
         return any(request.num_in_flight > 1 and not request.finished for _, request in rows)
 
-    def _await_tokens(self, rows: list[tuple[int, Request]]) -> bool:
-        """Say whether `rows` of the newest step follow tokens that are still in flight."""
-        self.scheduler.bring_up_to_date([row for row, _ in rows])
-        return any(request.num_in_flight > 1 and not request.finished for _, request in rows)
-
     def _wait_for_grammar(self) -> None:
         """Nothing can run: a grammar is being compiled, or the engine is stuck."""
         if not self.grammars:
