@@ -110,13 +110,13 @@ print(f"kernels below 4 us: {sum(int(kernels.count[row]) for row in short):,} of
 # ## Job 1: the host out of the way
 #
 # [Graphs](../docs/glossary.md#cuda-graph) on three levels: `off` launches every kernel from Python, `model` replays the forward, `step` replays everything
-# of a decode step. With [async scheduling](../docs/glossary.md#async-scheduling) the host works while the device does. The `off` records were taken six at
-# a time on one GPU, so compare inside a line only; between `model` and `step` the kernels below have changed as well, and in the last column products
+# of a decode step. With [async scheduling](../docs/glossary.md#async-scheduling) the host works while the device does. A step at `off` is some 10 to 20 ms of
+# launches from Python, the same for every batch: what differs there between two columns is the host's mood; between `model` and `step` the kernels below have changed as well, and in the last column products
 # take in what surrounds them. Each record is one run: a few percent between two columns may be noise.
 
 # %%
 levels = {
-    "off": {name: speeds(f"graphs-off-{name}", "v2 async")[name] for name in "abcd"},
+    "off": speeds("graphs-off", "v2 async"),
     "model": speeds("graphs-model", "v2 async"),
     "step": ours,
     "step, fused": speeds("graphs-step-fused", "v2 async"),

@@ -11,9 +11,11 @@ import signal
 import torch
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
-# before CUDA starts: `device_count` asks NVML
-if WORKER and "CUDA_VISIBLE_DEVICES" not in os.environ and torch.cuda.device_count() > 1:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(WORKER.removeprefix("gw")) % torch.cuda.device_count())
+if WORKER:
+    # before CUDA starts: `device_count` asks NVML
+    GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    if len(GPUS) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = GPUS[int(WORKER.removeprefix("gw")) % len(GPUS)]
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -18,6 +18,7 @@ from mrv2.device import Device, make_device
 from mrv2.errors import MRV2Error
 from mrv2.instrument import (
     Recorder,
+    captured_stage,
     context,
     device_time_per_step,
     host_time_per_step,
@@ -237,6 +238,23 @@ def test_nvtx_gets_name_category_and_step(device: Device, nvtx_log: list[Any]) -
     assert nvtx_log[:4] == [("schedule", "host stage", 4), "pop", ("schedule", "host stage", 5), "pop"]
     assert ("forward", "device stage", 4) in nvtx_log and ("wait: output", "wait", 4) in nvtx_log
     assert nvtx_log.count("pop") == 4
+
+
+def test_parts_of_a_captured_step_are_named_for_nvtx_alone(
+    device: Device, nvtx_log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recording(device) as rec:
+        with captured_stage("forward"):
+            assert nvtx_log == []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with captured_stage("forward"), captured_stage("sample"):
+            assert nvtx_log == [("forward", "device stage", -1), ("sample", "device stage", -1)]
+    assert nvtx_log[2:] == ["pop", "pop"] and not rec.spans()
+    context.set_nvtx(None)
+    with captured_stage("forward"):
+        pass
+    assert len(nvtx_log) == 4
 
 
 def test_nvtx_is_off_without_a_tool_or_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

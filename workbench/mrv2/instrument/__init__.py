@@ -3,7 +3,7 @@
 from mrv2.instrument.context import current_step, set_step
 from mrv2.instrument.nsight_python import nsight_python_ranges
 from mrv2.instrument.nvtx_sink import nvtx_status
-from mrv2.instrument.ranges import stage
+from mrv2.instrument.ranges import captured_stage, stage
 from mrv2.instrument.recorder import (
     Recorder,
     Span,
@@ -21,6 +21,7 @@ __all__ = [
     "StageSummary",
     "SyncGuard",
     "SyncRecord",
+    "captured_stage",
     "current_step",
     "device_time_per_step",
     "host_time_per_step",

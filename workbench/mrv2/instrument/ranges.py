@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from mrv2.instrument import context
 
 if TYPE_CHECKING:
@@ -63,6 +65,32 @@ def stage(name: str, step: int | None = None) -> AbstractContextManager[None]:
     `step` defaults to the number given to `set_step` on this thread.
     """
     return _NOTHING if context.quiet else _Range(name, step, "host")
+
+
+class _Captured:
+    """A range for NVTX alone: the recorder's spans are of submissions, and these are not submitted one by one."""
+
+    __slots__ = ("name", "nvtx")
+
+    def __init__(self, name: str, nvtx: NvtxSink) -> None:
+        self.name, self.nvtx = name, nvtx
+
+    def __enter__(self) -> None:
+        self.nvtx.push(self.name, "device", None)
+
+    def __exit__(self, *_exc: object) -> None:
+        self.nvtx.pop()
+
+
+def captured_stage(name: str) -> AbstractContextManager[None]:
+    """Mark device code while it is captured into a CUDA graph, so that its kernels can be told apart in every replay.
+
+    A tool that records the capture keeps the range with each node (`Ops.captured` of a trace); else this is nothing.
+    """
+    if context.quiet or not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+        return _NOTHING
+    sink = context.nvtx if context.nvtx_loaded else context.load_nvtx()
+    return _NOTHING if sink is None else _Captured(name, sink)
 
 
 def wait_range(reason: str) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from mrv2.instrument import captured_stage, stages
 from mrv2.runner.forward import ForwardPass
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampling.context import SamplingContext
@@ -74,23 +75,28 @@ class PlainStep(NamedTuple):
         t, batch, arena = self.tensors, self.batch, self.tensors.state.arena
         model, model_state = t.forward.model, t.forward.model_state
         num_rows = batch.input_ids.shape[0]
-        apply_packed_writes(arena.words.view(-1), t.num_runs, t.runs)
-        prepare_decode_inputs(
-            batch.input_ids,
-            batch.positions,
-            batch.seq_lens,
-            batch.slot_mappings[0],
-            batch.block_tables[0],
-            batch.idx_mapping,
-            arena["num_computed_tokens"],
-            t.state.last_sampled_tokens,
-            arena["block_table_0"],
-            arena["num_blocks"],
-            t.num_reqs,
-            block_size=t.block_size,
-        )
-        model_state.preprocess_state(batch)
-        logits = model.compute_logits(t.forward.hidden(batch, self.inputs))
+        with captured_stage(stages.STAGED_WRITES):
+            apply_packed_writes(arena.words.view(-1), t.num_runs, t.runs)
+        with captured_stage(stages.PREPARE_INPUTS):
+            prepare_decode_inputs(
+                batch.input_ids,
+                batch.positions,
+                batch.seq_lens,
+                batch.slot_mappings[0],
+                batch.block_tables[0],
+                batch.idx_mapping,
+                arena["num_computed_tokens"],
+                t.state.last_sampled_tokens,
+                arena["block_table_0"],
+                arena["num_blocks"],
+                t.num_reqs,
+                block_size=t.block_size,
+            )
+            model_state.preprocess_state(batch)
+        with captured_stage(stages.FORWARD):
+            hidden = t.forward.hidden(batch, self.inputs)
+        with captured_stage(stages.LOGITS):
+            logits = model.compute_logits(hidden)
         ctx = SamplingContext(
             batch.idx_mapping,
             batch.idx_mapping,
@@ -99,8 +105,10 @@ class PlainStep(NamedTuple):
             t.token_index[:num_rows],
             batch.input_ids,
         )
-        t.token_draw.draw(self.draw, logits, ctx, t.drawn[:num_rows], may_change=False)
-        _commit_draws(t, batch)
+        with captured_stage(stages.SAMPLE):
+            t.token_draw.draw(self.draw, logits, ctx, t.drawn[:num_rows], may_change=False)
+        with captured_stage(stages.POST_UPDATE):
+            _commit_draws(t, batch)
 
 
 class DraftedStep(NamedTuple):
@@ -122,39 +130,46 @@ class DraftedStep(NamedTuple):
         model, model_state = t.forward.model, t.forward.model_state
         num_tokens, num_reqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
         logit_slots, places = t.logit_slots[:num_tokens], t.local_positions[:num_tokens]
-        apply_packed_writes(arena.words.view(-1), t.num_runs, t.runs)
-        prepare_verification_inputs(
-            batch.input_ids,
-            batch.positions,
-            batch.seq_lens,
-            batch.slot_mappings[0],
-            batch.block_tables[0],
-            logit_slots,
-            places,
-            t.live_rows[:num_reqs],
-            batch.idx_mapping,
-            batch.query_start_loc,
-            arena["num_computed_tokens"],
-            t.state.last_sampled_tokens,
-            t.state.draft_tokens,
-            arena["block_table_0"],
-            arena["num_blocks"],
-            block_size=t.block_size,
-        )
-        model_state.preprocess_state(batch)
-        hidden = t.forward.hidden(batch, self.inputs)
-        if self.keeps_hidden:
-            t.forward.buffers.hidden[:num_tokens].copy_(hidden)
-        logits = model.compute_logits(hidden)
+        with captured_stage(stages.STAGED_WRITES):
+            apply_packed_writes(arena.words.view(-1), t.num_runs, t.runs)
+        with captured_stage(stages.PREPARE_INPUTS):
+            prepare_verification_inputs(
+                batch.input_ids,
+                batch.positions,
+                batch.seq_lens,
+                batch.slot_mappings[0],
+                batch.block_tables[0],
+                logit_slots,
+                places,
+                t.live_rows[:num_reqs],
+                batch.idx_mapping,
+                batch.query_start_loc,
+                arena["num_computed_tokens"],
+                t.state.last_sampled_tokens,
+                t.state.draft_tokens,
+                arena["block_table_0"],
+                arena["num_blocks"],
+                block_size=t.block_size,
+            )
+            model_state.preprocess_state(batch)
+        with captured_stage(stages.FORWARD):
+            hidden = t.forward.hidden(batch, self.inputs)
+            if self.keeps_hidden:
+                t.forward.buffers.hidden[:num_tokens].copy_(hidden)
+        with captured_stage(stages.LOGITS):
+            logits = model.compute_logits(hidden)
         index = t.token_index[:num_tokens]
         ctx = SamplingContext(batch.idx_mapping, logit_slots, batch.positions, places, index, batch.input_ids)
         if num_tokens == num_reqs:
-            t.token_draw.draw(self.draw, logits, ctx, t.drawn[:num_tokens], may_change=False)
-            _commit_draws(t, batch)
+            with captured_stage(stages.SAMPLE):
+                t.token_draw.draw(self.draw, logits, ctx, t.drawn[:num_tokens], may_change=False)
+            with captured_stage(stages.POST_UPDATE):
+                _commit_draws(t, batch)
         else:
             self._verify(logits, ctx)
         if self.propose is not None:
-            self.propose()
+            with captured_stage(stages.DRAFT):
+                self.propose()
 
     # logits [B_pad * (1 + K), V]
     def _verify(self, logits: torch.Tensor, ctx: SamplingContext) -> None:
@@ -164,29 +179,31 @@ class DraftedStep(NamedTuple):
         emitted = t.emitted[:num_tokens].view(num_reqs, -1)
         # every token has its logits; padding has neither
         rows = VerifiedRows(batch.idx_mapping, batch.query_start_loc, t.yields[:num_reqs])
-        if self.acceptance is None:
-            t.token_draw.draw(self.draw, logits, ctx, drawn, may_change=False)
-            verify_exact(emitted, num_emitted, num_rejected, drawn, t.state, rows)
-        else:
-            target = t.token_draw.target(self.draw, logits, ctx)
-            verify_by_probability(
-                emitted, num_emitted, num_rejected, drawn, target, ctx, t.state, rows, self.acceptance
+        with captured_stage(stages.VERIFY):
+            if self.acceptance is None:
+                t.token_draw.draw(self.draw, logits, ctx, drawn, may_change=False)
+                verify_exact(emitted, num_emitted, num_rejected, drawn, t.state, rows)
+            else:
+                target = t.token_draw.target(self.draw, logits, ctx)
+                verify_by_probability(
+                    emitted, num_emitted, num_rejected, drawn, target, ctx, t.state, rows, self.acceptance
+                )
+        with captured_stage(stages.POST_UPDATE):
+            commit_verified(
+                t.outputs,
+                t.output_counts,
+                t.output_slot,
+                arena["num_computed_tokens"],
+                arena["total_len"],
+                t.state.last_sampled_tokens,
+                arena["token_ids"],
+                batch.idx_mapping,
+                batch.query_start_loc,
+                emitted,
+                num_emitted,
+                num_rejected,
             )
-        commit_verified(
-            t.outputs,
-            t.output_counts,
-            t.output_slot,
-            arena["num_computed_tokens"],
-            arena["total_len"],
-            t.state.last_sampled_tokens,
-            arena["token_ids"],
-            batch.idx_mapping,
-            batch.query_start_loc,
-            emitted,
-            num_emitted,
-            num_rejected,
-        )
-        t.forward.model_state.postprocess_state(batch, num_emitted)
+            t.forward.model_state.postprocess_state(batch, num_emitted)
 
 
 def _commit_draws(t: StepTensors, batch: ForwardBatch) -> None:
