@@ -103,6 +103,11 @@ def method_of(drafter: str) -> str:
     return {"none": "off", "knowing": "ngram", "knowing mtp": "mtp"}.get(drafter, drafter)
 
 
+def on_device(drafter: str) -> str:
+    """Return the drafter for a GPU: one that knows the text looks at the device's values, which no graph can hold."""
+    return {"knowing": "ngram", "knowing mtp": "mtp"}.get(drafter, drafter)
+
+
 def draw_drafter(seed: int, runner: str, mode: str) -> str:
     drafters = DRAFTERS if runner == "v2" else V1_DRAFTERS["sync" if mode == "sync" else "async"]
     return drafters[(seed + seed // 7) % len(drafters)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,11 @@ def test_export(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFix
 def test_export_page(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly", reason="the page needs plotly: pip install 'mrv2-workbench[notebook]'")
     run(capsys, "export", files["named"], str(tmp_path / "page.html"))
-    assert "gemm_kernel" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    from mrv2.viz import payload
+
+    packed = re.findall(r"<script type='text/plain' id='mrv2-(?!plotly)[^>]*>([^<]*)</script>", page)
+    assert any("gemm_kernel" in payload.unpacked(text).decode(errors="replace") for text in packed)
 
 
 def test_scrub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,8 +159,9 @@ def test_product_with_eight_bit_weights(num_outputs: int, num_inputs: int, dtype
             if why_not(plan, num_rows, num_outputs, num_inputs, dtype) is None and plan.splits == 1:
                 out = torch.full((num_rows, num_outputs), float("nan"), dtype=dtype, device="cuda")
                 linear(x, weight, plan, None, out, scale)
-                error = ((out.double() - x.double() @ full).norm(dim=0) / (x.double() @ full).norm(dim=0)).max()
-                assert error <= 2e-2, f"{num_rows} rows, {plan.label}: relative error {error}"
+                # against the size of what is added up: a sum that cancels has no relative error worth asking for
+                error = ((out.double() - x.double() @ full).abs() / (x.double().abs() @ full.abs())).max()
+                assert error <= 5e-3, f"{num_rows} rows, {plan.label}: relative error {error}"
 
 
 @pytest.mark.parametrize(

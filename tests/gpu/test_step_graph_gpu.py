@@ -13,7 +13,7 @@ from mrv2.engine.core import EngineCore
 from mrv2.engine.messages import CaptureTime
 from mrv2.instrument import sync_allowed, sync_guard
 from mrv2.sampling_params import SamplingParams
-from schedule_cases import MAX_TOKENS, draw_case, run_case
+from schedule_cases import MAX_TOKENS, draw_case, on_device, run_case
 from serving import Collector, alone, make_core, random_prompt
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,8 @@ def test_every_level_yields_the_same_tokens(sampler: str) -> None:
 def test_tokens_do_not_depend_on_the_schedule(seed: int) -> None:
     """Among the seeds is every drafter; switches, which capture much, are a test of their own."""
     case = draw_case(seed)
-    run_case(replace(case, axes=case.axes | {"delays": False, "switches": False, "cuda_graphs": "step"}), options=GPU)
+    axes = {"delays": False, "switches": False, "cuda_graphs": "step", "drafter": on_device(case.axes["drafter"])}
+    run_case(replace(case, axes=case.axes | axes), options=GPU)
 
 
 @pytest.mark.parametrize("depth", [2, 4])

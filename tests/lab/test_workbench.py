@@ -40,11 +40,15 @@ SAME_TOKENS = {
     "cuda_graphs": ["off", "model", "step"],
     "prefill_chunk": [0, 16],
     "grammar_overlap": ["deferred", "blocking"],
+    "grammar_drafts": [True, False],
 }
 
 
-# runner v1 takes neither every drafter nor every depth: what else to change then
-ROOM_FOR_V1 = {"spec_method": "off", "queue_depth": 2}
+def room_for(name: str) -> dict[str, Any]:
+    """Return what else to change where a value of `name` is refused: v1 takes neither every drafter nor every depth."""
+    if name == "runner":
+        return {"spec_method": "off", "queue_depth": 2, "grammar_drafts": False}
+    return {"runner": "v2"} | ({"num_spec_tokens": 3} if name == "grammar_drafts" else {"grammar_drafts": False})
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +209,7 @@ def test_switching_at_random_moments_leaves_the_tokens_of_seeded_requests(drafti
             intent = bench.set(wait=False, **change)
             until(lambda intent=intent: intent.state != "pending")
             if intent.state == "refused":
-                bench.set(**change, **(ROOM_FOR_V1 if name == "runner" else {"runner": "v2"}))
+                bench.set(**change, **room_for(name))
             applied[name] += 1
             threading.Event().wait(rng.random() * 0.05)
         done = [request for request in bench.requests if request.req_id not in before]

@@ -49,7 +49,7 @@ class Knobs:
         "T",
         "What one CUDA graph per bucket replays: 'model' the forward pass; 'step' everything of a step of decodes or "
         "verifications, from staged writes to the drafts of the next step, and 'model' for the batches that this does "
-        "not cover (prompts, sampler features, log-probabilities, grammars, steps from one number of drafts to "
+        "not cover (prompts, sampler features, log probabilities, grammars, steps from one number of drafts to "
         "another, runner v1); 'off' launches every kernel from Python.",
         "off: the host lane's forward stage grows to the sum of its launches. step: one step_graph stage in the main "
         "lane, and a short execute_model above it. Without CUDA only 'step' has an effect: the same stage, no graph.",
