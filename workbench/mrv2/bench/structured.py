@@ -7,7 +7,9 @@ temperature 1 from seeds of their own, so each setting is reproducible.
 Measured on an H200 (SmolLM2-135M, 64 slots): 51,425 tok/s at 0 %, 2,517 at 50 % with 23.7 ms of masks a step, 53.9 ms
 at 100 %: the regular expression was compiled to rules, which leave thousands of tokens uncertain, so that a fill took
 a millisecond.  Since then it is one automaton.  All of a step's masks then took 8 us a row on two cores of another
-host (0.5 ms for 64 rows; a fill 4 us, 1,190 before): predicted 0.3 ms at 50 % and 0.5 at 100 %, under the forward.
+host (0.5 ms for 64 rows; a fill 4 us, 1,190 before): predicted 0.3 ms at 50 % and 0.5 at 100 %, under the forward;
+measured 0.33 and 0.55 ms (19,912 and 15,762 tok/s of 51,887), of which 0.16 and 0.49 ms with an idle device: the
+forward of so small a model is over before the masks are (traces/bench/h200-structured.json).
 
 With ``--grammar-drafts --num-spec-tokens 4 --max-num-spec-tokens 4`` a JSON object of the form below takes some ten of
 its thirty tokens from drafts that its grammar forces: predicted a quarter fewer steps for it, none for the others.
