@@ -16,6 +16,7 @@ if WORKER:
     GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     # a worker's share of the cores, so that torch's own threads do not wait for each other
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+    os.environ["MRV2_TEST_WORKERS_PER_GPU"] = str(-(-int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) // len(GPUS)))
     if len(GPUS) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = GPUS[int(WORKER.removeprefix("gw")) % len(GPUS)]
 if not torch.cuda.is_available():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from guarded import violations
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.core import EngineCore
 from mrv2.instrument import sync_allowed, sync_guard
@@ -56,7 +57,7 @@ def test_three_hundred_mixed_steps_wait_for_outputs_only(depth: int, graphs: str
             collector.step()
         with sync_allowed("end of the test"):
             core.drain()
-    assert not guard.violations
+    assert not violations(guard)
     assert set(guard.waits) == {"output"}
     assert core.scheduler.stats.num_preemptions > 0
     core.abort(list(core.scheduler.requests))

@@ -11,6 +11,7 @@ pytest.importorskip("xgrammar", reason="structured outputs need xgrammar")
 pytest.importorskip("jsonschema", reason="the outputs are judged by jsonschema")
 
 from grammar.serving import mixed_params, mixed_prompt, submit, text_of, toy_core
+from guarded import violations
 from mrv2.config import Knobs
 from mrv2.instrument import sync_allowed, sync_guard
 from mrv2_kernels.sampling.bitmask import apply_bitmask
@@ -75,7 +76,7 @@ def test_steps_with_masks_wait_for_outputs_only_and_pin_nothing(depth: int, tmp_
             collector.step()
         with sync_allowed("end of the test"):
             core.drain()
-    assert not guard.violations
+    assert not violations(guard)
     assert set(guard.waits) == {"output"}
     core.shutdown()
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from guarded import guarded_steps, violations
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.core import EngineCore
 from mrv2.engine.messages import CaptureTime
-from mrv2.instrument import sync_allowed, sync_guard
 from mrv2.sampling_params import SamplingParams
 from schedule_cases import MAX_TOKENS, draw_case, on_device, run_case
 from serving import Collector, alone, make_core, random_prompt
@@ -74,17 +74,9 @@ def test_three_hundred_steps_wait_for_outputs_only(depth: int) -> None:
         if index % 3 == 0:
             collector.step()
     collector.run()
-    first, index, replays = core.scheduler.step, 30, core.executor.runner.stats.num_step_replays
-    with sync_guard(core.device, mode="error") as guard:
-        while core.scheduler.step - first < 300:
-            idle = not core.scheduler.requests
-            if idle or (len(core.scheduler.running) < 4 and core.scheduler.step % 9 == 0):
-                feed(index)
-                index += 1
-            collector.step()
-        with sync_allowed("end of the test"):
-            core.drain()
-    assert not guard.violations
+    replays = core.executor.runner.stats.num_step_replays
+    guard = guarded_steps(collector, feed, 300, index=30)
+    assert not violations(guard)
     assert set(guard.waits) == {"output"}
     assert core.executor.runner.stats.num_step_replays - replays > 200
     core.abort(list(core.scheduler.requests))

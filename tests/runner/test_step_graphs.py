@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from guarded import guarded_steps
 from mrv2.config import Knobs
 from mrv2.device.host import HostDevice
-from mrv2.instrument import recording, stages, sync_guard
+from mrv2.instrument import recording, stages
 from mrv2.runner.protocol import NewRequest, RowSampling, SchedulerOutput
 from mrv2.runner.v2.model_runner import ModelRunnerV2
 from mrv2.runner.v2.variants import DrawPlan, graph_plans
@@ -139,18 +140,15 @@ def test_a_decode_step_is_one_submission() -> None:
 def test_three_hundred_steps_wait_for_outputs_only() -> None:
     core = make_core(max_num_seqs=6, knobs=STEP.with_changes(queue_depth=3))
     collector = Collector(core)
+
+    def feed(index: int) -> None:
+        collector.submit(f"r{index}", random_prompt(index % 7, 5 + index % 30), mix(index, max_tokens=33))
+
     for i in range(4):
         collector.submit(f"warm{i}", random_prompt(i, 10), mix(i, max_tokens=9))
     collector.run()
-    first, index, replays = core.scheduler.step, 0, core.executor.runner.stats.num_step_replays
-    with sync_guard(core.device, mode="error") as guard:
-        while core.scheduler.step - first < 300:
-            idle = not core.scheduler.requests
-            if idle or (len(core.scheduler.running) < 4 and core.scheduler.step % 9 == 0):
-                collector.submit(f"r{index}", random_prompt(index % 7, 5 + index % 30), mix(index, max_tokens=33))
-                index += 1
-            collector.step()
-        core.drain()
+    replays = core.executor.runner.stats.num_step_replays
+    guard = guarded_steps(collector, feed, 300)
     assert set(guard.waits) == {"output"} and not guard.violations
     assert core.executor.runner.stats.num_step_replays - replays > 200
     core.abort(list(core.scheduler.requests))

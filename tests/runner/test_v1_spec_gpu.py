@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from guarded import violations
 from mrv2.config import Knobs
 from mrv2.engine.core import EngineCore
 from mrv2.instrument import sync_guard
@@ -106,7 +107,7 @@ def test_the_only_waits_are_the_named_ones(method: str, async_scheduling: bool, 
         for index in range(20, 40):
             feed(index)
         collector.run()
-    assert not guard.violations and set(guard.waits) <= WAITS[async_scheduling]
+    assert not violations(guard) and set(guard.waits) <= WAITS[async_scheduling]
     assert ACCEPTED_WAIT in guard.waits
     core.shutdown()
 
