@@ -107,7 +107,9 @@ def test_late_captures_leave_running_requests_alone(capture: CaptureTime) -> Non
         core.set_knobs(capture=capture, **changes)
     served = collector.run()
     assert core.snapshot().capture is None and not core.executor.graphs.num_missing(core.knobs)
-    assert core.executor.runner.stats.num_step_replays > (5 if capture == "now" else -1)
+    if capture == "now":
+        # between steps the graphs may come when most tokens are out
+        assert core.executor.runner.stats.num_step_replays > 5
     core.shutdown()
     assert [served[f"r{i}"].token_ids for i in range(4)] == want
 
@@ -142,7 +144,8 @@ def test_memory_stays_where_it_was_sized(method: str, num_reqs: int) -> None:
     for i in range(num_reqs):
         collector.submit(f"r{i}", random_prompt(i, 100, core.executor.vocab_size), params)
     collector.run()
-    assert core.executor.runner.stats.num_step_replays > 10
+    # of 40 tokens a request, up to four a step with drafts
+    assert core.executor.runner.stats.num_step_replays > (20 if method == "off" else 10)
     total = torch.cuda.get_device_properties(0).total_memory
     assert torch.cuda.max_memory_allocated() <= 0.1 * total
     core.shutdown()
