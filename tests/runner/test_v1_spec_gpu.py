@@ -10,6 +10,7 @@ import torch
 from guarded import violations
 from mrv2.config import Knobs
 from mrv2.engine.core import EngineCore
+from mrv2.engine.scheduler_stats import SchedulerStats
 from mrv2.instrument import sync_guard
 from mrv2.runner.v1.bookkeeping import ACCEPTED_WAIT, TO_LIST_WAIT
 from mrv2.runner.v1.model_runner import BARRIER_WAIT
@@ -66,6 +67,14 @@ def test_tokens_and_acceptance_are_those_of_v2(method: str, async_scheduling: bo
     assert found["v1"] == found["v2"]
     assert found["v1", "drafts"] == found["v2", "drafts"]
     assert found["v1"] == [alone(tuple(p), 0.0, 0, 26, options=tuple(GPU.items())) for p, _ in requests().values()]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_nothing_is_counted_before_the_first_request(runner: str) -> None:
+    core = gpu_core("mtp", warm_up="all", knobs={"runner": runner, "adaptive_drafts": True})
+    assert core.scheduler.stats == SchedulerStats()
+    assert core.scheduler.adaptive is not None and not core.scheduler.adaptive.shares
+    core.shutdown()
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

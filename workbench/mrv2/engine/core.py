@@ -41,6 +41,7 @@ from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, Engin
 from mrv2.engine.request import Request
 from mrv2.engine.row_sampling import row_sampling
 from mrv2.engine.scheduler import Scheduler
+from mrv2.engine.scheduler_stats import SchedulerStats
 from mrv2.engine.seeds import resolve_seed
 from mrv2.errors import EngineDeadError, RequestError
 from mrv2.instrument import set_step, stage, stages
@@ -376,6 +377,9 @@ class EngineCore:
         self.executor.capture_graphs()
         self.kv.pool.forget_all()
         self._num_admitted = 0
+        # what the dummies did is nobody's: neither counted nor a guess at how often drafts are accepted
+        self.scheduler.stats = SchedulerStats()
+        self._tell_scheduler()
 
     def _serve_dummies(self) -> None:
         every_kind = self.config.warm_up == "all"
