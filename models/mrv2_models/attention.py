@@ -18,8 +18,7 @@ from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_dec
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
 from mrv2_kernels.attention.kv_write import write_kv
 from mrv2_kernels.attention.paged import paged_attention
-from mrv2_kernels.attention.plan import decode_choice, decode_plan
-from mrv2_kernels.attention.upcoming import NOTHING, Upcoming
+from mrv2_kernels.attention.plan import decode_choice
 from mrv2_kernels.gemm.pdl import has_pdl
 
 AttentionBackend = Literal["triton", "sdpa"]
@@ -70,7 +69,6 @@ def attend(
     v_cache: torch.Tensor,
     attn: AttentionMetadata,
     scale: float,
-    upcoming: Upcoming = NOTHING,
 ) -> torch.Tensor:
     """Write the step's keys and values, then return the causal attention ``[T_pad, Hq, D]``.
 
@@ -81,19 +79,9 @@ def attend(
     if attn.backend == "sdpa":
         _sdpa(q, k_cache, v_cache, attn, out, scale)
     elif attn.uniform_decode:
-        batch, block_bytes = q.shape[0], k_cache[0].numel() * k_cache.element_size()
-        plan = decode_plan(batch, k_cache.shape[2], q.shape[2], q.dtype)
+        splits = decode_num_splits(q.shape[0], k_cache.shape[2], num_sms(q.device))
         paged_attention_decode(
-            q,
-            k_cache,
-            v_cache,
-            attn.block_tables,
-            attn.seq_lens,
-            out,
-            scale=scale,
-            num_splits=decode_num_splits(batch, k_cache.shape[2], num_sms(q.device)),
-            next_cache=upcoming.cache,
-            blocks_ahead=plan.blocks_ahead(batch, block_bytes),
+            q, k_cache, v_cache, attn.block_tables, attn.seq_lens, out, scale=scale, num_splits=splits
         )
     else:
         paged_attention(
@@ -130,7 +118,6 @@ def attend_fused(
     v_cache: torch.Tensor,
     attn: AttentionMetadata,
     scale: float,
-    upcoming: Upcoming = NOTHING,
 ) -> torch.Tensor:
     """Norm and rotate the heads, write keys and values and return the attention ``[B_pad, Hq, D]``, in one launch.
 
@@ -155,7 +142,6 @@ def attend_fused(
         scale=scale,
         plan=choice.plan,
         pdl=choice.ahead and has_pdl(q),
-        upcoming=upcoming,
     )
     return out
 

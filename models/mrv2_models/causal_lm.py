@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from mrv2_kernels.attention.upcoming import NOTHING, Upcoming
 from mrv2_models.attention import AttentionMetadata, attend, attend_fused
 from mrv2_models.config import ModelConfig
 from mrv2_models.kv_cache import KVCacheSpec, LayerCache
@@ -67,7 +66,6 @@ class SelfAttention(nn.Module):
         *,
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
-        upcoming: Upcoming = NOTHING,
     ) -> torch.Tensor:
         """Return the attention of `x`; with `norm` and `residual`, if it `fuses`, ``residual + attention(norm(x))``."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
@@ -75,10 +73,10 @@ class SelfAttention(nn.Module):
         if attn.takes_fused(self.num_kv_heads, self.head_dim, q.dtype):
             norms = self.head_norms()
             weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
-            out = attend_fused(q, k, v, weights, eps, self.cos_sin, positions, *kv_cache, attn, self.scale, upcoming)
+            out = attend_fused(q, k, v, weights, eps, self.cos_sin, positions, *kv_cache, attn, self.scale)
         else:
             self.rotate(q, k, positions)
-            out = attend(q, k, v, *kv_cache, attn, self.scale, upcoming)
+            out = attend(q, k, v, *kv_cache, attn, self.scale)
         return self.o(out.flatten(1), residual=residual)
 
     def fuses(self, num_rows: int) -> bool:
@@ -113,16 +111,15 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         attn: AttentionMetadata,
         kv_cache: LayerCache,
-        upcoming: Upcoming = NOTHING,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if residual is None and self.attention.fuses(x.shape[0]) and self.mlp.fuses(x.shape[0]):
-            x = self.attention(x, positions, attn, kv_cache, norm=self.input_norm, residual=x, upcoming=upcoming)
+            x = self.attention(x, positions, attn, kv_cache, norm=self.input_norm, residual=x)
             return self.mlp(x, norm=self.post_norm, residual=x), None
         if residual is None:
             x, residual = self.input_norm(x), x
         else:
             x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, positions, attn, kv_cache, upcoming=upcoming)
+        x = self.attention(x, positions, attn, kv_cache)
         x, residual = self.post_norm.add(x, residual)
         return self.mlp(x), residual
 
@@ -189,25 +186,10 @@ class CausalLM(nn.Module):
         """
         x, residual = self.embed(input_ids), None
         self._tap(0, x, residual, aux_hidden)
-        upcoming = self._upcoming(kv_caches) if attn.uniform_decode else [NOTHING] * len(self.layers)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True), 1):
-            x, residual = layer(x, residual, positions, attn, kv_cache, upcoming[index - 1])
+            x, residual = layer(x, residual, positions, attn, kv_cache)
             self._tap(index, x, residual, aux_hidden)
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
-
-    def _upcoming(self, kv_caches: Sequence[LayerCache]) -> Sequence[Upcoming]:
-        """Return what follows the attention of each layer: products up to the next attention, and its cache."""
-        if self.device.type != "cuda":
-            return [NOTHING] * len(self.layers)
-        found = []
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer), f"layer {index} is a {type(layer).__name__}"
-            following = self.layers[index + 1] if index + 1 < len(self.layers) else None
-            weights = [layer.attention.o.weight, layer.mlp.gate_up.weight, layer.mlp.down.weight]
-            if isinstance(following, DecoderLayer):
-                weights.append(following.attention.qkv.weight)
-            found.append(Upcoming(tuple(weights), None if following is None else kv_caches[index + 1]))
-        return found
 
     # x, residual [T, H], aux_hidden [T, taps * H]
     def _tap(

@@ -42,8 +42,8 @@ def test_what_is_right_passes_its_check() -> None:
 def test_a_decode_kernel_that_is_off_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     right = layer_problems.fused_decode_attention
 
-    def wrong(*args: Any, scale: float, **options: Any) -> None:
-        right(*args, scale=1.5 * scale, **options)
+    def wrong(*args: Any, scale: float, plan: DecodePlan, pdl: bool) -> None:
+        right(*args, scale=1.5 * scale, plan=plan, pdl=pdl)
 
     monkeypatch.setattr(layer_problems, "fused_decode_attention", wrong)
     with pytest.raises(ArithmeticError, match="from float64"):

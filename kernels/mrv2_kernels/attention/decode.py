@@ -31,14 +31,12 @@ from mrv2_kernels.attention._tiles import (
     heads_at_once,
 )
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, arrivals_of
-from mrv2_kernels.attention.upcoming import prefetch_blocks
-from mrv2_kernels.gemm.pdl import has_pdl
 
 # programs up to which a long tile pays for heads of 128: two on each SM of an H200
 FEW_PROGRAMS = 264
 
 
-@triton.jit(do_not_specialize=["num_splits", "blocks_ahead"])
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
     q_ptr,
     k_cache_ptr,
@@ -49,9 +47,6 @@ def _decode_kernel(
     partial_out_ptr,
     partial_lse_ptr,
     arrivals_ptr,
-    next_k_cache_ptr,
-    next_v_cache_ptr,
-    blocks_ahead,
     q_stride,
     out_stride,
     table_stride,
@@ -66,9 +61,6 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
-    CONTEXT_AHEAD: tl.constexpr,
-    # threads of a program
-    LANES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -148,16 +140,6 @@ def _decode_kernel(
                     BLOCK_D,
                     BLOCK_SPLITS,
                 )
-    if CONTEXT_AHEAD:
-        # no other split is there in every request
-        if split == 0:
-            num_blocks = tl.minimum(tl.cdiv(seq_len, BLOCK_SIZE), blocks_ahead)
-            table_ptr = block_tables_ptr + request * table_stride
-            BLOCK_BYTES: tl.constexpr = (
-                BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM * k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8
-            )
-            prefetch_blocks(next_k_cache_ptr, table_ptr, num_blocks, kv_head, NUM_KV_HEADS, BLOCK_BYTES, LANES)
-            prefetch_blocks(next_v_cache_ptr, table_ptr, num_blocks, kv_head, NUM_KV_HEADS, BLOCK_BYTES, LANES)
 
 
 def decode_num_splits(batch: int, num_kv_heads: int, num_sms: int = 132) -> int:
@@ -200,16 +182,12 @@ def paged_attention_decode_triton(
     num_splits: int,
     # ([B_pad, Hq, num_splits, D] fp32, [B_pad, Hq, num_splits] fp32) scratch, allocated when absent
     partial: tuple[torch.Tensor, torch.Tensor] | None = None,
-    next_cache: tuple[torch.Tensor, torch.Tensor] | None = None,
-    blocks_ahead: int = 0,
 ) -> None:
     """Write the attention of each request's newest token over its whole context; padding rows get zeros.
 
     Take `num_splits` from `decode_num_splits`.  With splits, launches on one device share arrival
     counters, so they must be ordered: on one stream, or by events.  Raises `ValueError` for float64 (only
-    the torch twin computes that) and for layouts that the kernel cannot read.  The first `blocks_ahead` blocks of each
-    request in `next_cache`, two tensors like the caches, are fetched into L2 (`attention.upcoming`), where the device
-    can.
+    the torch twin computes that) and for layouts that the kernel cannot read.
     """
     check_inputs("paged_attention_decode", q, k_cache, v_cache, out)
     batch, num_heads, head_dim = q.shape
@@ -231,8 +209,6 @@ def paged_attention_decode_triton(
         )
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    blocks_ahead = blocks_ahead if next_cache is not None and has_pdl(q) else 0
-    next_k_cache, next_v_cache = next_cache or (k_cache, v_cache)
     shape = _tile_shape(q.dtype, group, block_d, batch * num_kv_heads * num_splits)
     _decode_kernel[(batch, num_kv_heads, num_splits)](
         q,
@@ -244,9 +220,6 @@ def paged_attention_decode_triton(
         partial_out,
         partial_lse,
         arrivals,
-        next_k_cache,
-        next_v_cache,
-        blocks_ahead,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
@@ -261,8 +234,6 @@ def paged_attention_decode_triton(
         BLOCK_N=shape.block_n,
         BLOCK_SPLITS=next_power_of_2(num_splits),
         BLOCK_GROUP=heads_at_once(group, num_splits, block_d),
-        CONTEXT_AHEAD=blocks_ahead > 0,
-        LANES=32 * shape.num_warps,
         PRECISION="ieee",
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
@@ -286,8 +257,6 @@ def paged_attention_decode_torch(
     scale: float,
     num_splits: int,
     partial: tuple[torch.Tensor, torch.Tensor] | None = None,
-    next_cache: tuple[torch.Tensor, torch.Tensor] | None = None,
-    blocks_ahead: int = 0,
 ) -> None:
     """Reference of `paged_attention_decode`, the implementation of the host backend; never splits."""
     lengths = seq_lens.tolist()
@@ -304,8 +273,7 @@ def aot_cases() -> list[AotCase]:
     signature |= dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
     signature |= dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "arrivals_ptr"), "*i32")
-    signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "num_splits", "blocks_ahead"), "i32")
-    signature |= dict.fromkeys(("next_k_cache_ptr", "next_v_cache_ptr"), "*bf16")
+    signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "num_splits"), "i32")
     shape = _tile_shape(torch.bfloat16, group=2, block_d=128, num_programs=256)
     constants: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "BLOCK_D": 128}
     constants |= {
@@ -313,8 +281,6 @@ def aot_cases() -> list[AotCase]:
         "BLOCK_N": shape.block_n,
         "BLOCK_SPLITS": 32,
         "BLOCK_GROUP": 2,
-        "CONTEXT_AHEAD": True,
-        "LANES": 32 * shape.num_warps,
         "PRECISION": "ieee",
     }
     return [AotCase(_decode_kernel, signature, constants, num_warps=shape.num_warps)]

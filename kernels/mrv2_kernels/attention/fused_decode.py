@@ -42,18 +42,8 @@ from mrv2_kernels.attention._tiles import (
 from mrv2_kernels.attention.decode import paged_attention_decode_torch
 from mrv2_kernels.attention.kv_write import write_kv_torch
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, DecodePlan, arrivals_of
-from mrv2_kernels.attention.upcoming import (
-    MAX_WEIGHTS,
-    NOTHING,
-    Upcoming,
-    prefetch_blocks,
-    prefetch_weights,
-    prefetchable,
-)
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.layers.rope import qk_norm_rope_torch, rotary_embedding_torch
-
-_WEIGHTS_AT = {"never": 0, "start": 1, "end": 2}
 
 
 @triton.jit
@@ -81,9 +71,7 @@ def _normed_and_rotated(
     return x * cos + partner * signed_sin
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "tiles_per_split", "bytes_0", "bytes_1", "bytes_2", "bytes_3", "blocks_ahead"]
-)
+@triton.jit(do_not_specialize=["num_splits", "tiles_per_split"])
 def _fused_decode_kernel(
     q_ptr,
     k_ptr,
@@ -101,17 +89,6 @@ def _fused_decode_kernel(
     partial_out_ptr,
     partial_lse_ptr,
     arrivals_ptr,
-    weights_0_ptr,
-    weights_1_ptr,
-    weights_2_ptr,
-    weights_3_ptr,
-    next_k_cache_ptr,
-    next_v_cache_ptr,
-    bytes_0,
-    bytes_1,
-    bytes_2,
-    bytes_3,
-    blocks_ahead,
     q_stride,
     k_stride,
     v_stride,
@@ -132,11 +109,6 @@ def _fused_decode_kernel(
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
-    # 0 never, 1 at the start, 2 at the end
-    WEIGHTS_AT: tl.constexpr,
-    CONTEXT_AHEAD: tl.constexpr,
-    # threads of a program
-    LANES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -174,13 +146,6 @@ def _fused_decode_kernel(
     cos = tl.load(angles_ptr, mask=in_head, other=0.0).to(tl.float32)
     sin = tl.load(angles_ptr + HALF, mask=in_head, other=0.0).to(tl.float32)
     signed_sin = tl.where(dims < HALF, -sin, sin)
-    if WEIGHTS_AT == 1:
-        program = (tl.program_id(2) * NUM_KV_HEADS + kv_head) * tl.num_programs(0) + tl.program_id(0)
-        num_programs = tl.num_programs(0) * NUM_KV_HEADS * tl.num_programs(2)
-        prefetch_weights(weights_0_ptr, bytes_0, program, num_programs, LANES)
-        prefetch_weights(weights_1_ptr, bytes_1, program, num_programs, LANES)
-        prefetch_weights(weights_2_ptr, bytes_2, program, num_programs, LANES)
-        prefetch_weights(weights_3_ptr, bytes_3, program, num_programs, LANES)
     # of every program, the idle ones included
     if PDL:
         gdc_wait()
@@ -292,22 +257,6 @@ def _fused_decode_kernel(
                     BLOCK_D,
                     BLOCK_SPLITS,
                 )
-    if WEIGHTS_AT == 2:
-        # no other split is there in every request
-        if split == 0:
-            program = tl.program_id(0) * NUM_KV_HEADS + kv_head
-            num_programs = tl.num_programs(0) * NUM_KV_HEADS
-            prefetch_weights(weights_0_ptr, bytes_0, program, num_programs, LANES)
-            prefetch_weights(weights_1_ptr, bytes_1, program, num_programs, LANES)
-            prefetch_weights(weights_2_ptr, bytes_2, program, num_programs, LANES)
-            prefetch_weights(weights_3_ptr, bytes_3, program, num_programs, LANES)
-    if CONTEXT_AHEAD:
-        num_blocks = tl.minimum(tl.cdiv(seq_len, BLOCK_SIZE), blocks_ahead)
-        program = split * NUM_KV_HEADS + kv_head
-        num_programs = num_shares * NUM_KV_HEADS
-        BLOCK_BYTES: tl.constexpr = BLOCK_SIZE * TOKEN_STRIDE * k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8
-        prefetch_blocks(next_k_cache_ptr, table_ptr, num_blocks, program, num_programs, BLOCK_BYTES, LANES)
-        prefetch_blocks(next_v_cache_ptr, table_ptr, num_blocks, program, num_programs, BLOCK_BYTES, LANES)
 
 
 def fused_decode_attention_triton(
@@ -340,13 +289,11 @@ def fused_decode_attention_triton(
     scale: float,
     plan: DecodePlan,
     pdl: bool = False,
-    upcoming: Upcoming = NOTHING,
 ) -> None:
     """Write each new token to the cache and its attention to `out`; padding rows get zeros.
 
     Take `plan` from `decode_plan`.  `pdl` starts the launch before the one in front of it has ended
-    (programmatic dependent launch, `mrv2_kernels.gemm.pdl`).  Of `upcoming` what the plan says is fetched into L2,
-    where the device can.  Launches on one device share arrival
+    (programmatic dependent launch, `mrv2_kernels.gemm.pdl`).  Launches on one device share arrival
     counters, so they must be ordered: on one stream, or by events.  Raises `ValueError` for float64 (only
     the torch twin computes that), for layouts that the kernel cannot read, and for `pdl` on a GPU without it.
     """
@@ -373,12 +320,6 @@ def fused_decode_attention_triton(
         partial_out = torch.empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
     group = num_heads // num_kv_heads
-    prefetches = has_pdl(q)
-    weights_at = _WEIGHTS_AT[plan.weights_at] if prefetches and upcoming.weights else 0
-    weights, sizes = prefetchable(upcoming) if weights_at else ((q,) * MAX_WEIGHTS, (0,) * MAX_WEIGHTS)
-    next_k_cache, next_v_cache = upcoming.cache or (k_cache, v_cache)
-    block_bytes = block_size * num_kv_heads * head_dim * k_cache.element_size()
-    blocks_ahead = plan.blocks_ahead(batch, block_bytes) if prefetches and upcoming.cache else 0
     q_weight, k_weight = norm_weights or (q, k)
     _fused_decode_kernel[(batch, num_kv_heads, num_splits)](
         q,
@@ -397,11 +338,6 @@ def fused_decode_attention_triton(
         partial_out,
         partial_lse,
         arrivals,
-        *weights,
-        next_k_cache,
-        next_v_cache,
-        *sizes,
-        blocks_ahead,
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -422,9 +358,6 @@ def fused_decode_attention_triton(
         HAS_NORM=norm_weights is not None,
         EPS=eps,
         PDL=pdl,
-        WEIGHTS_AT=weights_at,
-        CONTEXT_AHEAD=blocks_ahead > 0,
-        LANES=32 * plan.num_warps,
         PRECISION="ieee",
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -462,7 +395,6 @@ def fused_decode_attention_torch(
     scale: float,
     plan: DecodePlan,
     pdl: bool = False,
-    upcoming: Upcoming = NOTHING,
 ) -> None:
     """Reference of `fused_decode_attention`, the implementation of the host backend; never splits."""
     q, k = q.clone(), k.clone()
@@ -492,17 +424,19 @@ def aot_cases() -> list[AotCase]:
         "BLOCK_M": 16,
         "tiles_per_split": 2,
         "EPS": 1e-6,
-        "LANES": 128,
         "PRECISION": "ieee",
     }
-    signature |= {f"weights_{index}_ptr": "*bf16" for index in range(4)}
-    signature |= dict.fromkeys(("next_k_cache_ptr", "next_v_cache_ptr"), "*bf16")
-    signature |= dict.fromkeys(("bytes_0", "bytes_1", "bytes_2", "bytes_3", "blocks_ahead"), "i32")
     qwen3: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64}
     smollm2: dict[str, object] = {"NUM_KV_HEADS": 3, "GROUP": 3, "HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_N": 128}
-    split: dict[str, object] = {"HAS_NORM": True, "PDL": True, "BLOCK_SPLITS": 32, "BLOCK_GROUP": 2}
-    whole: dict[str, object] = {"HAS_NORM": False, "PDL": False, "BLOCK_SPLITS": 1, "BLOCK_GROUP": 4}
     return [
-        AotCase(_fused_decode_kernel, signature, shared | qwen3 | split | {"WEIGHTS_AT": 1, "CONTEXT_AHEAD": True}),
-        AotCase(_fused_decode_kernel, signature, shared | smollm2 | whole | {"WEIGHTS_AT": 2, "CONTEXT_AHEAD": False}),
+        AotCase(
+            _fused_decode_kernel,
+            signature,
+            shared | qwen3 | {"HAS_NORM": True, "PDL": True, "BLOCK_SPLITS": 32, "BLOCK_GROUP": 2},
+        ),
+        AotCase(
+            _fused_decode_kernel,
+            signature,
+            shared | smollm2 | {"HAS_NORM": False, "PDL": False, "BLOCK_SPLITS": 1, "BLOCK_GROUP": 4},
+        ),
     ]

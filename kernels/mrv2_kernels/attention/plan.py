@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 
@@ -34,14 +33,6 @@ class DecodePlan:
     num_splits: int
     # tiles a context must have for each split that it uses
     tiles_per_split: int
-    # when it has the weights behind it fetched into L2 (`attention.upcoming`): before it waits, or when it is done
-    weights_at: Literal["never", "start", "end"] = "never"
-    # of all requests' next context that it has fetched into L2, when it is done
-    context_bytes: int = 0
-
-    def blocks_ahead(self, batch: int, block_bytes: int) -> int:
-        """Return how many blocks of each request to fetch, of `block_bytes` in one of the two caches."""
-        return self.context_bytes // (2 * batch * block_bytes)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 A launch alone in a loop does not show what it costs in a step.  There it stands between products, may begin before
 the product in front of it has ended, reads keys and values that left the cache a step ago, and holds shared memory
-that the product behind it wants for its weights; and what it has fetched into L2 for those behind it
-(`attention.upcoming`) helps or hurts them, not itself.  So each candidate replaces the plan of one bucket, the forward
+that the product behind it wants for its weights.  So each candidate replaces the plan of one bucket, the forward
 pass of that bucket is captured anew, and its replays are timed.
 """
 
@@ -16,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from mrv2.bench.layer_problems import BLOCK_SIZE, QWEN3, check_decode
 from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
 from mrv2_kernels.attention import plan as plans
-from mrv2_kernels.attention.plan import DecodeChoice, DecodePlan, decode_choice
+from mrv2_kernels.attention.plan import DecodeChoice, DecodePlan, decode_choice, split_bound
 from mrv2_models.attention import AttentionMetadata
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.kv_cache import allocate_kv_caches, group_specs
@@ -45,30 +44,12 @@ BUCKETS: dict[int, tuple[int, ...]] = {
     256: (160, 1024),
     512: (160, 512),
 }
-# requests -> launches worth a try: (keys a tile, warps, stages), programs that may share a context, tiles of each
-SHAPES: dict[int, list[tuple[tuple[int, int, int], Sequence[int], Sequence[int]]]] = {
-    1: [((32, 4, 3), (32, 16, 8), (1,)), ((64, 4, 2), (32, 16, 8), (1,)), ((16, 2, 3), (32, 16), (1, 2))],
-    8: [
-        ((128, 4, 2), (4, 2), (2, 1)),
-        ((16, 2, 3), (8, 4, 16), (2, 4)),
-        ((64, 4, 2), (4, 8), (1, 2)),
-        ((32, 4, 3), (8, 4), (2, 4)),
-        ((128, 8, 2), (4, 2), (1, 2)),
-    ],
-    32: [
-        ((128, 4, 2), (1, 2), (1, 2)),
-        ((16, 2, 3), (2, 4), (8,)),
-        ((64, 4, 3), (2,), (2,)),
-        ((128, 8, 2), (1,), (1,)),
-    ],
-    64: [((32, 2, 4), (1, 2), (4,)), ((32, 4, 3), (1, 2), (4,)), ((16, 2, 3), (1, 2), (8,)), ((32, 2, 3), (1,), (4,))],
-    256: [((16, 2, 3), (1,), (8,))],
-    512: [((16, 2, 3), (1,), (8,))],
-}
-# of these, the first of so many launches are tried with each way of fetching ahead
-_NUM_LEADERS = 2
-WEIGHTS_AT: tuple[Literal["never", "start", "end"], ...] = ("never", "start", "end")
-CONTEXT_BYTES = (0, 12 << 20, 24 << 20, 36 << 20)
+# (keys a tile, warps, stages)
+TILES = ((16, 2, 3), (32, 2, 4), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2))
+# keys a context must have for each split that it uses
+KEYS_PER_SPLIT = (32, 64, 128, 256)
+# programs a launch aims at
+_PROGRAMS = 2112
 _REPLAYS, _ROUNDS = 12, 5
 _STAGE = "measure"
 
@@ -85,20 +66,21 @@ class ForwardTime:
 
 
 def candidates(batch: int) -> list[DecodeChoice]:
-    """Return the choices worth a try for `batch` requests, the one in force first."""
-    now = decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16)
-    found, leaders = [now], [now]
-    for tile, splits, tiles in SHAPES[batch]:
-        plans = [DecodePlan(*tile, num_splits, each) for num_splits in splits for each in tiles]
-        found += [DecodeChoice(plan, ahead=True) for plan in plans]
-        leaders.append(DecodeChoice(plans[0], ahead=True))
-    for each in leaders[: 1 + _NUM_LEADERS]:
-        for weights_at in WEIGHTS_AT:
-            for context_bytes in CONTEXT_BYTES:
-                # launches one by one fetch no weights
-                if each.fused or weights_at == "never":
-                    plan = replace(each.plan, weights_at=weights_at, context_bytes=context_bytes)
-                    found.append(replace(each, plan=plan))
+    """Return the choices worth a try for `batch` requests: the one in force first, and the kernels one by one."""
+    pairs = batch * QWEN3.num_kv_heads
+    found = [decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16)]
+    for block_n, num_warps, num_stages in TILES:
+        for keys in KEYS_PER_SPLIT:
+            if keys < block_n:
+                continue
+            splits = split_bound(batch, QWEN3.num_kv_heads, _PROGRAMS)
+            if pairs >= 512 and keys != 128:
+                continue
+            plan = DecodePlan(block_n, num_warps, num_stages, splits, keys // block_n)
+            found.append(DecodeChoice(plan, ahead=True))
+            if splits > 1 and pairs >= 256 and keys == 128:
+                found.append(DecodeChoice(DecodePlan(block_n, num_warps, num_stages, 1, keys // block_n), ahead=True))
+    found.append(DecodeChoice(found[0].plan, ahead=not found[0].ahead))
     found.append(DecodeChoice(found[0].plan, fused=False))
     return list(dict.fromkeys(found))
 
@@ -319,9 +301,4 @@ def _label(choice: dict[str, Any]) -> str:
     plan = "n{block_n} w{num_warps} s{num_stages} splits {num_splits} x {tiles_per_split} tiles".format(
         **choice["plan"]
     )
-    fetched = (
-        ", weights at the {weights_at}".format(**choice["plan"]) if choice["plan"]["weights_at"] != "never" else ""
-    )
-    if choice["plan"]["context_bytes"]:
-        fetched += f", {choice['plan']['context_bytes'] >> 20} MiB of context"
-    return ("kernels one by one" if not choice["fused"] else plan + (" ahead" if choice["ahead"] else "")) + fetched
+    return "kernels one by one" if not choice["fused"] else plan + (" ahead" if choice["ahead"] else "")

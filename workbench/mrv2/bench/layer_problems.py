@@ -6,7 +6,7 @@ Legend: B = requests, C = context with the new token, NB = blocks, Hq / Hkv = qu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from mrv2_kernels.attention.fused_decode import fused_decode_attention, fused_de
 from mrv2_kernels.attention.kv_write import write_kv
 from mrv2_kernels.attention.paged import paged_attention, paged_attention_torch
 from mrv2_kernels.attention.plan import DecodePlan
-from mrv2_kernels.attention.upcoming import Upcoming
 from mrv2_kernels.layers import qk_norm_rope, rotary_embedding
 
 BLOCK_SIZE = 16
@@ -122,7 +121,6 @@ class DecodeProblem:
             scale=self.scale,
             plan=plan,
             pdl=pdl,
-            upcoming=Upcoming((self.qkv, self.out, self.qkv, self.out), (pool.k_cache, pool.v_cache)),
         )
 
     def chain(self) -> None:
@@ -261,7 +259,7 @@ def check_decode(shape: HeadShape, plan: DecodePlan, pdl: bool, device: torch.de
     contexts = (1, 2, 17, plan.block_n, plan.block_n + 1, plan.block_n + 2, 640, 3000, 4100)
     problem = DecodeProblem(pool, contexts, padding=3)
     for splits in (1, plan.num_splits):
-        split = replace(plan, num_splits=splits)
+        split = DecodePlan(plan.block_n, plan.num_warps, plan.num_stages, splits, plan.tiles_per_split)
         error = problem.error(split, pdl=pdl)
         if error > _TOLERANCE:
             raise ArithmeticError(f"{split}: off by {error:.3g} from float64")
