@@ -26,7 +26,7 @@ from mrv2.bench.layer_problems import BLOCK_SIZE, QWEN3, check_decode
 from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
 from mrv2_kernels.attention import plan as plans
-from mrv2_kernels.attention.plan import DecodeChoice, DecodePlan, decode_choice, split_bound
+from mrv2_kernels.attention.plan import DecodeChoice, DecodePlan, decode_choice
 from mrv2_models.attention import AttentionMetadata
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.kv_cache import allocate_kv_caches, group_specs
@@ -44,12 +44,62 @@ BUCKETS: dict[int, tuple[int, ...]] = {
     256: (160, 1024),
     512: (160, 512),
 }
-# (keys a tile, warps, stages)
-TILES = ((16, 2, 3), (32, 2, 4), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2))
-# keys a context must have for each split that it uses
-KEYS_PER_SPLIT = (32, 64, 128, 256)
-# programs a launch aims at
-_PROGRAMS = 2112
+# (keys a tile, warps, stages), programs that may share a context, tiles of each
+Shapes = tuple[tuple[tuple[int, int, int], tuple[int, ...], tuple[int, ...]], ...]
+_ALONE: Shapes = tuple(
+    (tile, (1,), (4,))
+    for tile in (
+        (16, 1, 3),
+        (16, 1, 4),
+        (16, 2, 3),
+        (16, 2, 4),
+        (32, 1, 2),
+        (32, 1, 3),
+        (32, 2, 2),
+        (32, 2, 3),
+        (32, 2, 4),
+        (32, 4, 2),
+        (32, 4, 3),
+        (64, 2, 2),
+        (64, 4, 2),
+        (64, 4, 3),
+    )
+)
+# requests -> launches worth a try
+SHAPES: dict[int, Shapes] = {
+    1: (
+        ((32, 4, 3), (32, 16), (1,)),
+        ((32, 4, 2), (32,), (1,)),
+        ((32, 2, 2), (32,), (1,)),
+        ((32, 8, 2), (32,), (1,)),
+        ((64, 4, 2), (32, 16, 8), (1,)),
+        ((64, 8, 2), (32, 16), (1,)),
+        ((16, 1, 3), (32,), (1, 2)),
+        ((16, 2, 3), (32,), (1, 2)),
+        ((128, 8, 2), (32, 8), (1,)),
+    ),
+    8: (
+        ((128, 4, 2), (4, 2), (1, 2)),
+        ((128, 8, 2), (4, 2), (1, 2)),
+        ((64, 4, 2), (4, 8), (1, 2)),
+        ((64, 4, 3), (4, 8), (1, 2)),
+        ((64, 2, 2), (4, 8), (1,)),
+        ((32, 4, 3), (4, 8), (2, 4)),
+        ((16, 2, 3), (4, 8, 16), (2, 4)),
+    ),
+    32: (
+        ((128, 4, 2), (1, 2), (1, 2)),
+        ((128, 8, 2), (1, 2), (1,)),
+        ((64, 4, 2), (1, 2), (2,)),
+        ((64, 4, 3), (1, 2, 4), (2, 4)),
+        ((64, 2, 2), (1, 2), (2,)),
+        ((32, 4, 3), (2, 4), (4,)),
+        ((16, 2, 3), (2, 4, 8), (8,)),
+    ),
+    64: _ALONE,
+    256: _ALONE,
+    512: _ALONE,
+}
 _REPLAYS, _ROUNDS = 12, 5
 _STAGE = "measure"
 
@@ -67,21 +117,11 @@ class ForwardTime:
 
 def candidates(batch: int) -> list[DecodeChoice]:
     """Return the choices worth a try for `batch` requests: the one in force first, and the kernels one by one."""
-    pairs = batch * QWEN3.num_kv_heads
-    found = [decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16)]
-    for block_n, num_warps, num_stages in TILES:
-        for keys in KEYS_PER_SPLIT:
-            if keys < block_n:
-                continue
-            splits = split_bound(batch, QWEN3.num_kv_heads, _PROGRAMS)
-            if pairs >= 512 and keys != 128:
-                continue
-            plan = DecodePlan(block_n, num_warps, num_stages, splits, keys // block_n)
-            found.append(DecodeChoice(plan, ahead=True))
-            if splits > 1 and pairs >= 256 and keys == 128:
-                found.append(DecodeChoice(DecodePlan(block_n, num_warps, num_stages, 1, keys // block_n), ahead=True))
-    found.append(DecodeChoice(found[0].plan, ahead=not found[0].ahead))
-    found.append(DecodeChoice(found[0].plan, fused=False))
+    now = decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16)
+    found = [now, DecodeChoice(now.plan, ahead=not now.ahead), DecodeChoice(now.plan, fused=False)]
+    for tile, splits, tiles in SHAPES[batch]:
+        plans = [DecodePlan(*tile, num_splits, each) for num_splits in splits for each in tiles]
+        found += [DecodeChoice(plan, ahead=True) for plan in plans]
     return list(dict.fromkeys(found))
 
 
