@@ -83,6 +83,7 @@ def test_it_needs_cuda() -> None:
     device.close()
 
 
-def test_tune_belongs_to_samplers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_belongs_to_parts_with_launches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--tune"]) != 0
-    assert "--samplers --tune" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--samplers --tune" in error and "--layers --tune" in error

@@ -87,7 +87,7 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
     Raises `ConfigError` for a flag that the part has no use for.
     """
     if args.tune and not (args.samplers or args.layers):
-        raise ConfigError("--tune belongs to --samplers and --layers: mrv2 bench --layers --tune")
+        raise ConfigError("--tune belongs to a part: mrv2 bench --samplers --tune, mrv2 bench --layers --tune")
     for name in ("rates", "acceptance"):
         if getattr(args, name) is not None and not args.speculation:
             raise ConfigError(f"--{name} belongs to --speculation: mrv2 bench --speculation --{name} LIST")
