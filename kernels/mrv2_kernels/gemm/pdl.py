@@ -12,7 +12,8 @@ only then waits (`gdc_wait`) for its predecessor's results:
 1. Every program executes `gdc_wait`.  So kernel n ends only after kernel n - 1 has ended, and by induction all
    earlier ones have: what follows the wait of n + 1 sees the results of every earlier kernel.
 2. Before the wait nothing is read but weights, which no kernel of a step writes; the second launches of the sampler
-   also read the requests' parameters, written before their own first launch, an ordinary one, began.
+   also read the requests' parameters: they start when all programs of the first launch have waited, hence when whatever
+   wrote the parameters has ended.
 3. Before the wait nothing is written.  More than two kernels can be in flight (n + 1 starts n + 2 as soon as all
    its programs run, though n has not ended), so a store before the wait could hit a buffer that an older kernel
    still reads; after it, no older kernel runs.  The same makes one workspace enough for all products of a stream.
