@@ -95,7 +95,7 @@ def test_tune_belongs_to_samplers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_seconds_belong_to_tune(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--samplers", "--seconds", "5"]) != 0
-    assert "--seconds belongs to --tune" in capsys.readouterr().err
+    assert "--seconds belongs to --samplers --tune" in capsys.readouterr().err
     assert main(["bench", "--samplers", "--tune", "--seconds", "0"]) != 0
     assert "above 0" in capsys.readouterr().err
 

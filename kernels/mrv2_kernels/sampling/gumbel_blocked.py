@@ -148,19 +148,22 @@ def _blocked_kernel(
         is_plain = not is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
     if is_plain:
         masses_ptr += row * num_blocks
+        last = first + SPAN
+        if SPAN > 1:
+            last = tl.minimum(last, num_blocks)
         if STAGES > 1:
-            for block in tl.range(first, first + SPAN, num_stages=STAGES):
+            for block in tl.range(first, last, num_stages=STAGES):
                 logits = _logits_before(row_ptr, block * BLOCK, end, BLOCK)
                 log_mass = _log_mass(logits, row_ptr, block * BLOCK, vocab, temperature, BLOCK)
-                tl.store(masses_ptr + block, log_mass, mask=block < num_blocks)
+                tl.store(masses_ptr + block, log_mass)
         else:
             if TRUNCATED:
                 ahead = _logits_before(row_ptr, first * BLOCK, end, BLOCK)
-            for block in range(first, first + SPAN):
+            for block in range(first, last):
                 logits = ahead
                 ahead = _logits_before(row_ptr, (block + 1) * BLOCK, end, BLOCK)
                 log_mass = _log_mass(logits, row_ptr, block * BLOCK, vocab, temperature, BLOCK)
-                tl.store(masses_ptr + block, log_mass, mask=block < num_blocks)
+                tl.store(masses_ptr + block, log_mass)
         if not IS_SPLIT:
             tl.debug_barrier()
             if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == GROUPS - 1:

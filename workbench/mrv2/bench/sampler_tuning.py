@@ -91,6 +91,7 @@ def candidates() -> list[Candidate]:
         (1024, 1, 1, 1, 4),
         (1024, 1, 10, 1, 4),
         (1024, 1, 19, 1, 4),
+        (1024, 1, 10, 3, 4),
         (1024, 1, 19, 4, 4),
     ):
         launch = BlockedLaunch(span, num_stages, True, pick_warps)
@@ -200,7 +201,8 @@ def tune_samplers(
                 alive.append(each)
     alive.sort(key=tried.index)
     times: list[dict[str, Any]] = []
-    for num_rows in ROWS:
+    # the largest batch first: it is what a bound in time should leave out last
+    for num_rows in sorted(ROWS, reverse=True):
         progress(f"samplers: {num_rows} rows, {len(alive)} candidates")
         batch = SamplerBatch(device, num_rows, VOCAB)
         for each in alive:
