@@ -66,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             one.add_argument(part.flag, action="store_true", help=part.help)
         else:
             one.add_argument(part.flag, metavar=part.metavar, help=part.help)
-    group.add_argument("--tune", action="store_true", help="with --samplers: time candidate launches of their kernels")
+    group.add_argument("--tune", action="store_true", help="with --samplers or --layers: time candidate launches")
     group.add_argument(
         "--rates",
         metavar="LIST",
@@ -86,8 +86,8 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
 
     Raises `ConfigError` for a flag that the part has no use for.
     """
-    if args.tune and not args.samplers:
-        raise ConfigError("--tune belongs to --samplers: mrv2 bench --samplers --tune")
+    if args.tune and not (args.samplers or args.layers):
+        raise ConfigError("--tune belongs to --samplers and --layers: mrv2 bench --layers --tune")
     for name in ("rates", "acceptance"):
         if getattr(args, name) is not None and not args.speculation:
             raise ConfigError(f"--{name} belongs to --speculation: mrv2 bench --speculation --{name} LIST")
@@ -139,8 +139,13 @@ def _gemms(args: argparse.Namespace, options: dict[str, Any], record_path: Path 
 
 
 def _layers(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench import forward_tuning
     from mrv2.bench.layers import headline, measure_layers, report
 
+    if args.tune:
+        with _device(options) as device:
+            record = forward_tuning.tune_forward(device, progress=note)
+        return _finish(record, forward_tuning.report(record), forward_tuning.headline(record), record_path)
     with _device(options) as device:
         record = measure_layers(device, progress=note)
     return _finish(record, report(record), headline(record), record_path)
