@@ -39,6 +39,7 @@ def core_with(method: str, **knobs: Any) -> EngineCore:
         make_device("host", poison=True, random_delay_s=0.0005, seed=1),
         max_num_spec_tokens=DRAFTS,
         speculators=speculators.get(method, ()),
+        suffix_documents=2,
         ngram_min=1,
         num_gpu_blocks=20,
         knobs=Knobs(spec_method=method, num_spec_tokens=DRAFTS, **knobs),  # type: ignore[arg-type]

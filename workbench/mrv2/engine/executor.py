@@ -166,9 +166,10 @@ class UniProcExecutor:
             return self.runner.sample_tokens(grammar)
 
     def set_knobs(self, knobs: Knobs) -> None:
-        """Put `knobs` in force; no step is in flight.  Another runner, or way to prepare inputs, starts with empty rows.
+        """Put `knobs` in force; no step is in flight.
 
-        What has no graph runs without, until `graphs` has captured it.
+        Another runner, or way to prepare inputs, starts with empty rows.  What has no graph runs without, until
+        `graphs` has captured it.
         """
         runner = self._runner(knobs.runner)
         if not knobs.keeps_rows_of(self.knobs):
