@@ -11,9 +11,10 @@ import pytest
 
 from mrv2.engine.grammar.backend import GrammarMatcher
 from mrv2.engine.kv_cache_manager import KVCacheManager
-from mrv2.engine.messages import EngineOutput, EngineRequest, token_outputs
+from mrv2.engine.messages import EngineOutput, EngineRequest
 from mrv2.engine.request import Request
 from mrv2.engine.scheduler import Scheduler
+from mrv2.engine.step_outputs import ColumnWire, EngineOutputs, TokenColumn, TokenLog
 from mrv2.runner.protocol import RowSampling, SchedulerOutput, StepOutput
 from mrv2.sampling_params import SamplingParams
 
@@ -59,7 +60,7 @@ class Twin:
         output = StepOutput(scheduled.step, scheduled.req_ids, sampled, scheduled.yields_token.astype(np.int32))
         if self.slow:
             self.scheduler.in_flight[0].batch = None
-        return self.scheduler.update_from_output(output)
+        return list(self.scheduler.update_from_output(output))
 
 
 class Counting(GrammarMatcher):
@@ -147,6 +148,7 @@ def test_both_ways_schedule_and_settle_the_same(seed: int) -> None:
             assert same(*outputs), turn
         for twin in twins:
             twin.scheduler.check()
+        assert twins[0].scheduler.kv.pool.cached == twins[1].scheduler.kv.pool.cached, turn
         if rng.random() < 0.7:
             # most of the time nobody asks, and the batch counts on
             turn += 1
@@ -219,9 +221,61 @@ def test_a_repeated_step_visits_no_request() -> None:
     assert [r.token_ids[-5:] for r in scheduler.running] == [[9 + i] * 5 for i in range(8)]
 
 
-def test_an_output_of_one_token_is_as_the_constructor_makes_it() -> None:
-    made = token_outputs(["a", "b"], [5, 6], 3)
-    assert made == [EngineOutput(req_id=r, new_token_ids=[t], step=3) for r, t in (("a", 5), ("b", 6))]
-    assert pickle.loads(pickle.dumps(made)) == made
-    made[0].finish_reason = "stop"
-    assert made[1].finish_reason is None
+def test_an_output_of_a_column_is_as_the_constructor_makes_it() -> None:
+    end = EngineOutput(req_id="b", new_token_ids=[6], step=3, finish_reason="stop", stop_reason=6)
+    column = TokenColumn(["a", "b", "c"], np.array([5, 6, 7]), 3, {1: end})
+    made = [
+        EngineOutput(req_id="a", new_token_ids=[5], step=3),
+        end,
+        EngineOutput(req_id="c", new_token_ids=[7], step=3),
+    ]
+    assert list(column) == made and list(column.of_rows([2, 1])) == made[:0:-1]
+    assert all(type(token) is int for output in column for token in output.new_token_ids)
+    assert pickle.loads(pickle.dumps(list(column))) == made
+    first = next(iter(column))
+    first.finish_reason = "stop"
+    assert next(iter(column)).finish_reason is None, "what one reader does to an output is no other's"
+
+
+def test_a_log_of_columns_holds_what_its_outputs_hold() -> None:
+    """Random traffic: columns of ids that go on or change, ends among them, single outputs between them."""
+    rng = np.random.default_rng(0)
+    log, expected, ends = TokenLog(), {}, {}
+    req_ids = ["r0"]
+    for step in range(200):
+        outputs = EngineOutputs()
+        for _ in range(int(rng.integers(3))):
+            if rng.random() < 0.2:
+                req_ids = [f"r{i}" for i in rng.permutation(9)[: int(rng.integers(1, 9))]]
+            tokens = rng.integers(0, 50, len(req_ids))
+            special = {
+                row: EngineOutput(req_id=req_ids[row], new_token_ids=[int(tokens[row])], finish_reason="length")
+                for row in np.flatnonzero(rng.random(len(req_ids)) < 0.02).tolist()
+            }
+            outputs += TokenColumn(req_ids, tokens, step, special)
+        if rng.random() < 0.2:
+            outputs.append(EngineOutput(req_id=f"r{rng.integers(9)}", new_token_ids=rng.integers(0, 50, 3).tolist()))
+        log.take(outputs)
+        for output in outputs:
+            expected.setdefault(output.req_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                ends[output.req_id] = output
+        if rng.random() < 0.05:
+            assert log.tokens() == expected
+    assert log.tokens() == expected and log.ends == ends and len(ends) > 2
+
+
+def test_ids_that_go_on_pass_a_pipe_once() -> None:
+    near, far = ColumnWire(), ColumnWire()
+    ids, others = [f"r{i}" for i in range(400)], ["a", "b"]
+    sent = []
+    for step, req_ids in enumerate((ids, ids, others, ids, ids)):
+        outputs = EngineOutputs([EngineOutput(req_id="x", new_token_ids=[step])])
+        outputs += TokenColumn(req_ids, np.arange(len(req_ids)), step, {0: EngineOutput(req_id="r", new_token_ids=[])})
+        sent.append(outputs)
+    pickled = [pickle.dumps(near.pack(outputs)) for outputs in sent]
+    arrived = [far.unpack(pickle.loads(data)) for data in pickled]
+    assert arrived == sent, "what is packed stays what it was"
+    lists = [part.req_ids for outputs in arrived for part in outputs.parts if isinstance(part, TokenColumn)]
+    assert lists[0] is lists[1] and lists[3] is lists[4] and lists[2] == others
+    assert len(pickled[1]) < len(pickled[0]) - len(ids) and len(pickled[4]) < len(pickled[3]) - len(ids)

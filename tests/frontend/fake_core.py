@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot, TokenLogprob
+from mrv2.engine.step_outputs import EngineOutputs
 from mrv2.errors import RequestError
 from mrv2.instrument import Recorder
 from mrv2_models.config import PRESET_DIR, ModelConfig
@@ -74,7 +75,7 @@ class FakeCore:
         self.max_model_len = self.config.max_model_len or self.max_model_len
         self.knobs = self.config.knobs
         self.running: dict[str, _Running] = {}
-        self.ready: list[EngineOutput] = []
+        self.ready = EngineOutputs()
 
     @property
     def has_unfinished(self) -> bool:
@@ -92,9 +93,9 @@ class FakeCore:
                 self.aborted.append(req_id)
                 self.ready.append(EngineOutput(req_id=req_id, new_token_ids=[], finish_reason="abort"))
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> EngineOutputs:
         self.num_steps += 1
-        outputs, self.ready = self.ready, []
+        outputs, self.ready = self.ready, EngineOutputs()
         for running in list(self.running.values()):
             outputs.append(self._advance(running))
         return outputs

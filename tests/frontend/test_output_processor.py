@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv2 import RequestError, RequestOutputKind, SamplingParams
 from mrv2.engine.messages import EngineOutput, TokenLogprob
-from mrv2.engine.output_processor import OutputProcessor
+from mrv2.engine.output_processor import OutputProcessor, ProcessedOutputs
+from mrv2.engine.step_outputs import EngineOutputs, TokenColumn
 from mrv2.outputs import RequestOutput
 from mrv2.tokenizer import Tokenizer
 
@@ -230,3 +232,59 @@ def test_metrics_and_cached_tokens() -> None:
     assert metrics is not None and metrics.num_generation_tokens == 5
     assert metrics.arrival_ts <= metrics.first_token_ts <= metrics.last_token_ts
     assert metrics.first_token_latency >= 0.0
+
+
+def random_params(rng: np.random.Generator, tokenizer: Tokenizer | None) -> SamplingParams:
+    kind = list(RequestOutputKind)[rng.integers(len(RequestOutputKind))]
+    stop = "o" if tokenizer is not None and rng.random() < 0.3 else None
+    return SamplingParams(n=int(rng.integers(1, 3)), output_kind=kind, stop=stop)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_columns_say_what_their_outputs_say(seed: int, tokenizer: Tokenizer) -> None:
+    """Random requests, ends and aborts: one front end takes columns, its twin every output by itself."""
+    rng = np.random.default_rng(seed)
+    of_engine = tokenizer if rng.random() < 0.6 else None
+    twins = OutputProcessor(of_engine), OutputProcessor(of_engine)
+    alive: list[str] = []
+    req_ids: list[str] = []
+    num_columns = num_requests = 0
+    for step in range(200):
+        if rng.random() < 0.1 and len(alive) < 12:
+            params = random_params(rng, of_engine)
+            made = [twin.add_request(f"q{num_requests}", None, [1], params) for twin in twins]
+            num_requests += 1
+            new = [message.req_id for message in made[0]]
+            alive += new
+            firsts = [out(req_id, [int(rng.integers(40))]) for req_id in new]
+            done = [twin.process(firsts) for twin in twins]
+            assert shown(done[0]) == shown(done[1])
+            alive = [req_id for req_id in alive if req_id not in done[0].abort_ids]
+        if rng.random() < 0.03 and num_requests:
+            done = [twin.abort([f"q{num_requests - 1}"]) for twin in twins]
+            assert shown(done[0]) == shown(done[1])
+            alive = [req_id for req_id in alive if req_id not in done[0].abort_ids]
+        if req_ids != alive and rng.random() < 0.9:
+            # now and then the engine has not heard of an end yet
+            req_ids = list(alive)
+        if not req_ids:
+            continue
+        tokens = rng.integers(0, 40, len(req_ids))
+        ending = np.flatnonzero(rng.random(len(req_ids)) < 0.02).tolist()
+        special = {row: out(req_ids[row], [int(tokens[row])], finish_reason="length") for row in ending}
+        outputs = EngineOutputs()
+        outputs += TokenColumn(req_ids, tokens, step, special)
+        num_columns += not special
+        done = [twins[0].process(outputs), twins[1].process(list(outputs))]
+        assert shown(done[0]) == shown(done[1]), step
+        assert twins[0].num_generated_tokens == twins[1].num_generated_tokens
+        gone = {req_ids[row] for row in ending} | set(done[0].abort_ids)
+        alive = [req_id for req_id in alive if req_id not in gone]
+    assert num_columns > 20, "too few columns without an end"
+
+
+def shown(done: ProcessedOutputs) -> tuple[object, ...]:
+    """Everything of a step that callers see, but the clock."""
+    return done.abort_ids, [
+        (o.request_id, o.finished, o.outputs, o.metrics and o.metrics.num_generation_tokens) for o in done.outputs
+    ]

@@ -15,9 +15,10 @@ from mrv2.chat_template import Message
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.client import EngineClient
 from mrv2.engine.connect import EnginePlace, make_client
-from mrv2.engine.messages import EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import EngineRequest, EngineSnapshot
 from mrv2.engine.output_processor import OutputProcessor, ProcessedOutputs
 from mrv2.engine.service import CoreFactory, make_core
+from mrv2.engine.step_outputs import EngineOutputs
 from mrv2.errors import ConfigError, EngineDeadError, RequestError
 from mrv2.instrument import Span, stage, stages
 from mrv2.options import build_config
@@ -307,11 +308,11 @@ class LLM:
         if done.abort_ids:
             self.client.abort(done.abort_ids)
 
-    def _poll_again(self, mailbox: deque[RequestOutput]) -> list[EngineOutput]:
+    def _poll_again(self, mailbox: deque[RequestOutput]) -> EngineOutputs:
         """After an empty poll: make sure that the engine has work, so that nobody waits for ever."""
         picture = self.client.snapshot()
         if mailbox or picture.num_running or picture.num_waiting or picture.steps_in_flight:
-            return []
+            return EngineOutputs()
         outputs = self.client.poll(0.0)
         if not outputs and not mailbox:
             raise EngineDeadError("the engine is idle, yet a request has not finished: its last output was lost")

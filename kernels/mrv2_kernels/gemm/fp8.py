@@ -16,8 +16,7 @@ import torch
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.gemm.gemv import MAX_ROWS
-from mrv2_kernels.gemm.picks import Pick, ProductPicks
+from mrv2_kernels.gemm.picks import Pick, ProductPicks, picks_for, picks_of
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan
 from mrv2_kernels.gemm.resident import why_not_resident
 
@@ -77,31 +76,38 @@ def dequantise_rows_torch(
 
 dequantise_rows = dispatch(dequantise_rows_triton, dequantise_rows_torch)
 
-# (rows up to, plan where it suits the shape, else)
+# without measurement: (rows up to, plan where it suits the shape, else)
 _RULE = (
-    (MAX_ROWS, LinearPlan("gemv", block_n=8), LinearPlan("streamed", block_m=16, block_n=32)),
+    (2, LinearPlan("gemv", block_n=8), LinearPlan("streamed", block_m=16, block_n=32)),
     (16, LinearPlan("resident", block_m=16, block_n=16, stages=4), LinearPlan("streamed", block_m=16, block_n=32)),
-    (32, LinearPlan("resident", block_m=32, block_n=16, stages=2), LinearPlan("streamed", block_m=32, block_n=32)),
-    (64, LinearPlan("streamed", block_m=64, block_n=32), LIBRARY),
-    (256, LinearPlan("streamed", block_m=64, block_n=64), LIBRARY),
+    (32, LinearPlan("resident", block_m=32, block_n=16, stages=4), LinearPlan("streamed", block_m=32, block_n=32)),
+    (256, LinearPlan("turned", block_m=64, block_n=64), LIBRARY),
 )
 # a row of inputs that `gemv` keeps in registers
 _MAX_GEMV_INPUTS = 4096
 
 
 def fp8_picks(device: torch.device, dtype: torch.dtype, num_outputs: int, num_inputs: int) -> ProductPicks:
-    """Return how products with 8-bit weights are computed: by a rule of the number of rows, not yet by measurement.
+    """Return how products with 8-bit weights are computed: as measured, or else by a rule of the number of rows.
 
     The host, and dtypes other than bfloat16 and float16, take the reference and the library.
     """
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or num_inputs % 16 or num_outputs % 16:
+    if device.type != "cuda":
+        return ProductPicks()
+    measured = picks_of(picks_for(device, dtype, "fp8"), num_outputs, num_inputs)
+    return measured if measured.picks else picks_by_rule(dtype, num_outputs, num_inputs)
+
+
+def picks_by_rule(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> ProductPicks:
+    """Return how products with 8-bit weights are computed on a GPU that nobody measured."""
+    if dtype not in (torch.bfloat16, torch.float16) or num_inputs % 16 or num_outputs % 16:
         return ProductPicks()
     picks = []
     for _, plan, instead in _RULE:
         if plan.variant == "gemv":
             suits = num_inputs <= _MAX_GEMV_INPUTS
         else:
-            suits = plan.variant == "streamed" or why_not_resident(plan, num_outputs, num_inputs, dtype) is None
+            suits = plan.variant == "turned" or why_not_resident(plan, num_outputs, num_inputs, dtype, 1) is None
         chosen = plan if suits else instead
         picks.append(Pick(chosen, chosen if chosen.variant == "gemv" else None))
     return ProductPicks(tuple(rows for rows, _, _ in _RULE), tuple(picks))

@@ -11,6 +11,7 @@ from time import perf_counter
 
 from mrv2.engine.core import EngineCore
 from mrv2.engine.messages import EngineRequest
+from mrv2.engine.step_outputs import TokenLog
 from mrv2.errors import EngineDeadError
 from mrv2.instrument import Span, recording, stage, stages
 from mrv2.instrument.intervals import intersect, total
@@ -88,7 +89,7 @@ def serve(core: EngineCore, requests: Sequence[EngineRequest]) -> ServedRun:
     """
     core.kv.pool.forget_all()
     gc.collect()
-    tokens: dict[str, list[int]] = {request.req_id: [] for request in requests}
+    log = TokenLog()
     steps, preemptions = core.scheduler.step, core.scheduler.stats.num_preemptions
     stats, waits = core.executor.runner.stats, Counter(core.device.waits)
     replays, step_replays = stats.num_graph_replays, stats.num_step_replays
@@ -98,11 +99,12 @@ def serve(core: EngineCore, requests: Sequence[EngineRequest]) -> ServedRun:
     while core.has_unfinished:
         outputs = core.step()
         with stage(stages.PROCESS_OUTPUTS):
-            for output in outputs:
-                tokens[output.req_id] += output.new_token_ids
-                if output.finish_reason in ("error", "abort"):
-                    raise EngineDeadError(f"request {output.req_id} ended in an error: {output.stop_reason}")
+            log.take(outputs)
+    tokens = log.tokens()
     seconds = perf_counter() - start
+    for output in log.ends.values():
+        if output.finish_reason in ("error", "abort"):
+            raise EngineDeadError(f"request {output.req_id} ended in an error: {output.stop_reason}")
     return ServedRun(
         tokens=tokens,
         seconds=seconds,

@@ -53,6 +53,8 @@ class Part(NamedTuple):
     reads: tuple[str, ...] = ()
     # it loads an engine: options and knobs are for that
     has_engine: bool = False
+    # engine options besides `device` that it reads without an engine
+    options: tuple[str, ...] = ()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             one.add_argument(part.flag, action="store_true", help=part.help)
         else:
             one.add_argument(part.flag, metavar=part.metavar, help=part.help)
-    group.add_argument("--tune", action="store_true", help="with --samplers: time candidate launches of their kernels")
+    group.add_argument("--tune", action="store_true", help="with --samplers or --layers: time candidate launches")
     group.add_argument(
         "--rates",
         metavar="LIST",
@@ -84,8 +86,8 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
 
     Raises `ConfigError` for a flag that the part has no use for.
     """
-    if args.tune and not args.samplers:
-        raise ConfigError("--tune belongs to --samplers: mrv2 bench --samplers --tune")
+    if args.tune and not (args.samplers or args.layers):
+        raise ConfigError("--tune belongs to --samplers and --layers: mrv2 bench --layers --tune")
     for name in ("rates", "acceptance"):
         if getattr(args, name) is not None and not args.speculation:
             raise ConfigError(f"--{name} belongs to --speculation: mrv2 bench --speculation --{name} LIST")
@@ -96,7 +98,7 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
     legal = (*part.reads, *(_KNOB_FLAGS if part.has_engine else ()))
     useless = [flag(name) for name in given if name not in legal]
     if not part.has_engine:
-        useless += [flag(name) for name in options if name != "device"]
+        useless += [flag(name) for name in options if name not in ("device", *part.options)]
     if useless:
         raise ConfigError(f"{part.flag} does not take {', '.join(useless)}")
     if "runners" in given and "runners" not in part.reads:
@@ -127,15 +129,23 @@ def _gemms(args: argparse.Namespace, options: dict[str, Any], record_path: Path 
     """Return 1 if a picked chain is wrong."""
     from mrv2.bench.gemms import headline, is_right, measure_gemms, report
 
+    quantization = options.get("quantization")
+    if quantization not in (None, "fp8"):
+        raise ConfigError(f"--gemms --quantization {quantization}: fp8, or none for weights of 16 bits")
     with _device(options) as device:
-        record = measure_gemms(device, progress=note)
+        record = measure_gemms(device, quantization=quantization, progress=note)
     _finish(record, report(record), headline(record), record_path)
     return int(not is_right(record))
 
 
 def _layers(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench import forward_tuning
     from mrv2.bench.layers import headline, measure_layers, report
 
+    if args.tune:
+        with _device(options) as device:
+            record = forward_tuning.tune_forward(device, progress=note)
+        return _finish(record, forward_tuning.report(record), forward_tuning.headline(record), record_path)
     with _device(options) as device:
         record = measure_layers(device, progress=note)
     return _finish(record, report(record), headline(record), record_path)
@@ -314,7 +324,12 @@ def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path:
 
 PARTS = (
     Part("--samplers", "the values of the knob sampler on random logits (CUDA)", _samplers),
-    Part("--gemms", "plans for the matrix products of few rows (CUDA)", _gemms),
+    Part(
+        "--gemms",
+        "plans for the matrix products of few rows, with --quantization fp8 of 8-bit weights (CUDA)",
+        _gemms,
+        options=("quantization",),
+    ),
     Part("--layers", "attention kernels and their launch plans (CUDA)", _layers),
     Part(
         "--structured",

@@ -16,7 +16,12 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> b
     `extra` carries whatever else decides the block's content: adapter, multimodal content, cache
     salt, and the set of KV cache groups that were filled.  16 bytes of BLAKE2b.
     """
-    return hashlib.blake2b(parent + array("i", token_ids).tobytes() + extra, digest_size=16).digest()
+    return hash_content(parent, array("i", token_ids).tobytes(), extra)
+
+
+def hash_content(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
+    """Do what `hash_block` does for `tokens` that are int32 already."""
+    return hashlib.blake2b(parent + tokens + extra, digest_size=16).digest()
 
 
 class BlockPool:
@@ -51,13 +56,13 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, forgetting the content of those that were cached."""
-        assert count <= len(self._free), f"asked for {count} blocks, only {len(self._free)} are free"
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        free, hash_of, ref_count = self._free, self.hash_of, self.ref_count
+        assert count <= len(free), f"asked for {count} blocks, only {len(free)} are free"
+        blocks = [free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            key = self.hash_of.pop(block, None)
-            if key is not None:
-                del self.cached[key]
-            self.ref_count[block] = 1
+            ref_count[block] = 1
+            if block in hash_of:
+                del self.cached[hash_of.pop(block)]
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.interrupt import InterruptAfter
-from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import CaptureTime, EngineRequest, EngineSnapshot
 from mrv2.engine.service import Core, CoreFactory, EngineInfo, EngineService, make_core
+from mrv2.engine.step_outputs import EngineOutputs
 from mrv2.errors import EngineDeadError
 from mrv2.instrument import Span
 
@@ -45,10 +46,10 @@ class EngineClient(ABC):
         """End sequences; unknown and finished ids are ignored."""
 
     @abstractmethod
-    def poll(self, timeout: float | None = None) -> list[EngineOutput]:
+    def poll(self, timeout: float | None = None) -> EngineOutputs:
         """Return the next outputs, waiting up to `timeout` seconds for them (None = no limit).
 
-        An empty list means that the time is over or, in-process, that no sequence is unfinished.
+        No outputs mean that the time is over or, in-process, that no sequence is unfinished.
         """
 
     @abstractmethod
@@ -97,7 +98,7 @@ class InprocClient(EngineClient):
         self._lock = threading.RLock()
         self._dead: str | None = None
         # outputs of a step that an interrupt followed
-        self._kept: list[EngineOutput] = []
+        self._kept = EngineOutputs()
         self._finalizer = weakref.finalize(self, self._service.shutdown)
 
     @property
@@ -111,10 +112,10 @@ class InprocClient(EngineClient):
     def abort(self, req_ids: list[str]) -> None:
         self._call(self._service.abort, req_ids)
 
-    def poll(self, timeout: float | None = None) -> list[EngineOutput]:
+    def poll(self, timeout: float | None = None) -> EngineOutputs:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            outputs, self._kept = self._kept, []
+            outputs, self._kept = self._kept, EngineOutputs()
             while not outputs and self._call(self._has_unfinished):
                 with InterruptAfter() as interrupt:
                     outputs = self._step()
@@ -151,7 +152,7 @@ class InprocClient(EngineClient):
                 raise EngineDeadError(f"the engine has stopped: {self._dead}")
             return verb(*args, **kwargs)
 
-    def _step(self) -> list[EngineOutput]:
+    def _step(self) -> EngineOutputs:
         try:
             return self._service.core.step()
         except BaseException as error:

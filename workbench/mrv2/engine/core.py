@@ -37,12 +37,13 @@ from mrv2.engine.grammar.chains import chains_of
 from mrv2.engine.grammar.masks import fill_masks
 from mrv2.engine.grammar.queue import GrammarQueue
 from mrv2.engine.kv_cache_manager import KVCacheManager
-from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot, KnobChange
+from mrv2.engine.messages import CaptureTime, EngineRequest, EngineSnapshot, KnobChange
 from mrv2.engine.request import Request
 from mrv2.engine.row_sampling import row_sampling
 from mrv2.engine.scheduler import Scheduler
 from mrv2.engine.scheduler_stats import SchedulerStats
 from mrv2.engine.seeds import resolve_seed
+from mrv2.engine.step_outputs import EngineOutputs
 from mrv2.errors import EngineDeadError, RequestError
 from mrv2.instrument import set_step, stage, stages
 from mrv2.logits_processor import check_arguments
@@ -83,7 +84,7 @@ class EngineCore:
         self._tell_scheduler()
         self._in_flight: deque[AsyncOutput] = deque()
         # what the next `step` returns
-        self._ready: list[EngineOutput] = []
+        self._ready = EngineOutputs()
         self._num_admitted = 0
         self.grammars = GrammarQueue(
             None if config.skip_tokenizer_init else config.tokenizer or self.executor.model_folder,
@@ -140,7 +141,7 @@ class EngineCore:
         self._ready += self.scheduler.abort(req_ids)
 
     @torch.no_grad()
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> EngineOutputs:
         """Advance by one turn of the loop; return what became known meanwhile (possibly nothing)."""
         if self.grammars:
             for request, reason in self.grammars.take_compiled():
@@ -155,7 +156,7 @@ class EngineCore:
             self._normal_step()
         if self.config.debug_checks:
             self.scheduler.check()
-        outputs, self._ready = self._ready, []
+        outputs, self._ready = self._ready, EngineOutputs()
         return outputs
 
     def set_knobs(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:

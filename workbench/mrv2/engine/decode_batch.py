@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mrv2.engine.grammar.backend import GrammarMatcher
+from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.request import Request
 
 # up to so many are compared one by one, which is faster than looking them up
 _FEW_STOP_IDS = 8
-# tokens of up to so many rows are taken one by one, for the same reason
-_FEW_ROWS = 4
-# steps whose tokens are kept at most before they go to the requests
-_MAX_COLUMNS = 64
+# steps whose tokens there is room for at first, and at most, before they go to the requests
+_FIRST_KEPT, _MAX_KEPT = 64, 512
 
 
 @dataclass(slots=True)
@@ -86,8 +85,10 @@ class DecodeBatch:
     # [B] each: how many of the launched and settled steps the members' own counters show
     _launches_shown: list[int] = field(init=False)
     _settles_shown: list[int] = field(init=False)
-    # [B] int64 each: the tokens of the newest settled steps, every one that some member does not show among them
-    _columns: list[np.ndarray] = field(default_factory=list)
+    # [steps, B] int32: the tokens of the newest settled steps, all that some member does not show among them
+    _kept: np.ndarray = field(init=False)
+    # rows of it that are in use
+    _num_kept: int = 0
     # rows that reach their length with the last step
     _ending: list[int] = field(init=False)
     # False once its members count for themselves
@@ -104,6 +105,7 @@ class DecodeBatch:
         self._full_after = [[] for _ in range(self.block_size)]
         for row, request in enumerate(requests):
             self._full_after[-request.num_computed % self.block_size].append(row)
+        self._kept = np.empty((_FIRST_KEPT + self.block_size, len(requests)), dtype=np.int32)
         self._launches_shown, self._settles_shown = [1] * len(requests), [0] * len(requests)
         left = [request.max_len - request.num_known - request.num_in_flight for request in requests]
         self.last = min(left)
@@ -130,9 +132,13 @@ class DecodeBatch:
         """Return the rows whose blocks are full once step `index` has run."""
         return self._full_after[index % self.block_size]
 
-    def num_computed(self, row: int) -> int:
-        """Return the tokens of a request that are computed once every launched step has run."""
-        return int(self.computed_before[row]) + self.num_launched
+    def without_room(self, rows: Sequence[int]) -> list[Request]:
+        """Return the requests among some rows whose blocks hold what the launched steps compute, and no token more."""
+        if not rows:
+            return []
+        computed = self.computed_before[rows] + self.num_launched
+        requests = [self.requests[row] for row in rows]
+        return [r for r, num_tokens in zip(requests, computed.tolist(), strict=True) if r.capacity == num_tokens]
 
     def launch(self) -> np.ndarray:
         """Count the next step as launched; return the tokens computed before it. [B] int32"""
@@ -150,10 +156,10 @@ class DecodeBatch:
                 watched |= sampled == token
         if index == self.last:
             watched[self._ending] = True
-        return np.flatnonzero(watched).tolist()
+        return watched.nonzero()[0].tolist()
 
-    def advance_grammars(self, tokens: list[int], watched: list[int]) -> list[int]:
-        """Advance the grammars of rows that are not `watched` over their tokens; return `watched` with those that end.
+    def advance_grammars(self, sampled: np.ndarray, watched: list[int]) -> list[int]:
+        """Advance the grammars of rows that are not `watched` over `sampled` [B]; return `watched` with those that end.
 
         A grammar that does not go on behind its token stays where it was.
         """
@@ -162,19 +168,29 @@ class DecodeBatch:
         seen, ending = set(watched), []
         for row in self.grammar_rows:
             grammar = self.requests[row].grammar
-            if grammar is not None and row not in seen and not _goes_on(grammar, tokens[row]):
+            if grammar is not None and row not in seen and not _goes_on(grammar, int(sampled[row])):
                 ending.append(row)
         return sorted([*watched, *ending]) if ending else watched
 
     def settle(self, sampled: np.ndarray, watched: list[int]) -> None:
         """Take the tokens of a step, `sampled` [B] int64, of all rows that are not `watched`: those are up to date."""
         self.show_rows(watched)
+        if self._num_kept == len(self._kept):
+            self._make_room()
+        self._kept[self._num_kept] = sampled
+        self._num_kept += 1
         self.num_settled += 1
-        self._columns.append(sampled)
         for row in watched:
             self._settles_shown[row] = self.num_settled
-        if len(self._columns) == _MAX_COLUMNS:
-            self.show_all()
+
+    def _make_room(self) -> None:
+        """Keep more tokens, or once they are many only as many as a block holds."""
+        if len(self._kept) < _MAX_KEPT:
+            self._kept = np.concatenate((self._kept, np.empty_like(self._kept)))
+            return
+        self.show_all()
+        self._num_kept = self.block_size
+        self._kept[: self._num_kept] = self._kept[-self._num_kept :].copy()
 
     def pending(self, row: int) -> tuple[int, int]:
         """Return how many launched and how many settled steps a request's own counters do not show."""
@@ -185,11 +201,8 @@ class DecodeBatch:
         if not rows:
             return
         since = min([self._settles_shown[row] for row in rows])
-        columns = self._columns[len(self._columns) - (self.num_settled - since) :]
-        if len(rows) > _FEW_ROWS and columns:
-            tokens = np.stack(columns)[:, rows].T.tolist()
-        else:
-            tokens = [[int(column[row]) for column in columns] for row in rows]
+        # [n, steps]
+        tokens = self._kept[self._num_kept - (self.num_settled - since) : self._num_kept, rows].T.tolist()
         for row, new in zip(rows, tokens, strict=True):
             launched, settled = self.pending(row)
             request = self.requests[row]
@@ -203,7 +216,21 @@ class DecodeBatch:
     def show_all(self) -> None:
         """Bring every member up to date."""
         self.show_rows(range(len(self.requests)))
-        self._columns.clear()
+
+    def publish(self, kv: KVCacheManager, index: int) -> None:
+        """Publish the blocks that step `index`, the newest settled one, has filled."""
+        rows = self.full_after(index)
+        if not rows or not kv.enable_prefix_caching:
+            return
+        # what the step yielded lies behind the blocks
+        end, late = self._num_kept - 1, rows
+        if end >= self.block_size:
+            num_full = (self.computed_before[rows] + self.num_settled) // self.block_size
+            tokens = np.ascontiguousarray(self._kept[end - self.block_size : end, rows].T)
+            late = [rows[i] for i in kv.publish_filled([self.requests[row] for row in rows], num_full.tolist(), tokens)]
+        self.show_rows(late)
+        for row in late:
+            kv.publish(self.requests[row])
 
     def dissolve(self) -> None:
         """From now on every member counts for itself."""

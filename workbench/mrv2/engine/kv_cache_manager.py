@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mrv2.engine.block_pool import BlockPool, hash_block
+import numpy as np
+
+from mrv2.engine.block_pool import BlockPool, hash_block, hash_content
 from mrv2.engine.request import Request
 
 
@@ -116,11 +118,11 @@ class KVCacheManager:
         blocks = self.pool.allocate(len(requests) * num_groups)
         self._fresh += blocks
         for i, request in enumerate(requests):
-            mine = tuple([block] for block in blocks[i * num_groups : (i + 1) * num_groups])
-            for group, new in zip(request.block_ids, mine, strict=True):
-                group += new
+            mine = blocks[i * num_groups : (i + 1) * num_groups]
+            for group, block in zip(request.block_ids, mine, strict=True):
+                group.append(block)
             request.capacity += self.block_size
-            added[request.message.req_id] = mine
+            added[request.message.req_id] = ([mine[0]],) if num_groups == 1 else tuple([block] for block in mine)
         return added
 
     def free(self, request: Request) -> None:
@@ -142,6 +144,31 @@ class KVCacheManager:
             for g, group in enumerate(request.block_ids):
                 self.pool.publish(group[i], hashes[i], self._group_key(g, request.filled))
         request.num_published_blocks = num_full
+
+    def publish_filled(
+        self,
+        requests: list[Request],
+        # full blocks of each
+        num_full: list[int],
+        # [n, block_size] int32: the tokens of the last of these
+        tokens: np.ndarray,
+    ) -> list[int]:
+        """Do for the last full block of each request what `publish` does, without a look at its own tokens.
+
+        Returns the indices of requests for which `publish` has to: earlier blocks of theirs are not published either.
+        """
+        late, contents, size, pool, num_groups = [], tokens.tobytes(), 4 * self.block_size, self.pool, self.num_groups
+        for i, (request, count) in enumerate(zip(requests, num_full, strict=True)):
+            hashes, groups = request.block_hashes, request.block_ids
+            if len(hashes) != count - 1 or request.num_published_blocks != count - 1 or not groups:
+                late.append(i)
+                continue
+            content = hash_content(hashes[-1] if hashes else b"", contents[i * size : (i + 1) * size], self._extra_key)
+            hashes.append(content)
+            request.num_published_blocks = count
+            for g, group in enumerate(groups):
+                pool.publish(group[count - 1], content, request.filled * num_groups + g)
+        return late
 
     def take_fresh(self) -> list[int]:
         """Return the blocks handed out since the last call."""

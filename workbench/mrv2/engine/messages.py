@@ -105,7 +105,7 @@ class DraftCounts:
         return 1 + sum(self.num_accepted) / self.num_drafted[0] if self.num_drafted else None
 
 
-# without slots: fields at their defaults take neither time nor memory, see `token_outputs`
+# without slots: fields at their defaults take neither time nor memory, see `TokenColumn`
 @dataclass(kw_only=True)
 class EngineOutput:
     """What one step brought to one sequence."""
@@ -126,19 +126,6 @@ class EngineOutput:
     num_cached_tokens: int = 0
     # with the last token, if anything was drafted
     drafts: DraftCounts | None = None
-
-
-def token_outputs(req_ids: list[str], tokens: list[int], step: int) -> list[EngineOutput]:
-    """Return one output for each of the sequences, with one token and nothing else."""
-    new, outputs = EngineOutput.__new__, []
-    for req_id, token in zip(req_ids, tokens, strict=True):
-        # as the constructor would leave it: what is not set here is read from the class
-        output = new(EngineOutput)
-        output.req_id = req_id
-        output.new_token_ids = [token]
-        output.step = step
-        outputs.append(output)
-    return outputs
 
 
 @dataclass(slots=True, kw_only=True)

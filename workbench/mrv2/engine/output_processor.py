@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mrv2.engine.detokenizer import Detokenizer
 from mrv2.engine.messages import EngineOutput, EngineRequest, FinishReason, PromptLogprobs, TokenLogprob
+from mrv2.engine.step_outputs import EngineOutputs, TokenColumn, by_row
 from mrv2.engine.token_sequences import bad_word_ids, marker_ids
 from mrv2.errors import RequestError
 from mrv2.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -67,6 +70,43 @@ class _Request:
         self.final_only = self.params.output_kind is RequestOutputKind.FINAL_ONLY
 
 
+# columns that are kept at most before their tokens go to the sequences
+_MAX_COLUMNS = 128
+
+
+@dataclass(slots=True)
+class _Quiet:
+    """Columns of the same sequences: the tokens of those that show nothing yet, kept as they came."""
+
+    req_ids: list[str]
+    # by row; None = its outputs are looked at one by one, if anybody waits for them at all
+    sequences: list[_Sequence | None]
+    num_quiet: int
+    loud_rows: list[int]
+    # [B] each
+    columns: list[np.ndarray] = field(default_factory=list)
+    last_token_ts: float = 0.0
+
+    @classmethod
+    def of(cls, req_ids: list[str], known: dict[str, _Sequence]) -> _Quiet:
+        """Sort the sequences of a column by whether they show anything."""
+        found = [known.get(req_id) for req_id in req_ids]
+        loud_rows = [row for row, sequence in enumerate(found) if sequence is not None and not sequence.is_quiet]
+        quiet = [sequence if sequence is not None and sequence.is_quiet else None for sequence in found]
+        return cls(req_ids, quiet, len(quiet) - quiet.count(None), loud_rows)
+
+    def hand_out(self) -> None:
+        """Give every sequence its tokens."""
+        num_tokens = len(self.columns)
+        for sequence, tokens in zip(self.sequences, by_row(self.columns), strict=False):
+            if sequence is not None:
+                sequence.token_ids += tokens
+                metrics = sequence.request.metrics
+                metrics.num_generation_tokens += num_tokens
+                metrics.last_token_ts = self.last_token_ts
+        self.columns.clear()
+
+
 class OutputProcessor:
     """Keeps the text side of every unfinished request; not thread-safe."""
 
@@ -78,6 +118,8 @@ class OutputProcessor:
         self._requests: dict[str, _Request] = {}
         # unfinished sequences by engine id
         self._sequences: dict[str, _Sequence] = {}
+        # of the newest columns, whose sequences go on
+        self._quiet: _Quiet | None = None
         self._next_index = 0
 
     @property
@@ -128,6 +170,7 @@ class OutputProcessor:
     def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
         """End requests with finish reason "abort"; unknown and finished ids are skipped."""
         done = ProcessedOutputs()
+        self._leave_quiet()
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:
@@ -139,13 +182,13 @@ class OutputProcessor:
             done.outputs.append(self._request_output(request, changed))
         return done
 
-    def process(self, outputs: list[EngineOutput]) -> ProcessedOutputs:
+    def process(self, outputs: EngineOutputs | list[EngineOutput]) -> ProcessedOutputs:
         """Take one step's outputs; those of sequences that have ended here are dropped."""
         done = ProcessedOutputs()
         now = time.monotonic()
         # requests with something to show -> their changed sequences by index
         changed: dict[str, tuple[_Request, dict[int, _Sequence]]] = {}
-        for output in outputs:
+        for output in self._to_look_at(outputs, now):
             sequence = self._sequences.get(output.req_id)
             if sequence is None:
                 continue
@@ -166,6 +209,31 @@ class OutputProcessor:
         for request, sequences in changed.values():
             done.outputs.append(self._request_output(request, list(sequences.values())))
         return done
+
+    def _to_look_at(self, outputs: EngineOutputs | list[EngineOutput], now: float) -> Iterator[EngineOutput]:
+        """Yield what has to be looked at one by one; columns of tokens that nobody sees yet are kept as they are."""
+        for part in outputs.parts if isinstance(outputs, EngineOutputs) else [outputs]:
+            if not isinstance(part, TokenColumn) or part.special:
+                self._leave_quiet()
+                yield from part
+                continue
+            quiet = self._quiet
+            if quiet is None or quiet.req_ids is not part.req_ids:
+                self._leave_quiet()
+                quiet = self._quiet = _Quiet.of(part.req_ids, self._sequences)
+            if quiet.num_quiet:
+                quiet.columns.append(part.tokens)
+                quiet.last_token_ts = now
+                self.num_generated_tokens += quiet.num_quiet
+                if len(quiet.columns) == _MAX_COLUMNS:
+                    quiet.hand_out()
+            yield from part.of_rows(quiet.loud_rows)
+
+    def _leave_quiet(self) -> None:
+        """Give every sequence the tokens that are kept for it."""
+        if self._quiet is not None:
+            self._quiet.hand_out()
+            self._quiet = None
 
     def _engine_request(self, sequence: _Sequence, priority: int, tokens: dict[str, Any]) -> EngineRequest:
         request = sequence.request

@@ -12,6 +12,7 @@ from multiprocessing.context import SpawnProcess
 from mrv2.config import EngineConfig
 from mrv2.engine.remote_client import Mailbox, RemoteClient
 from mrv2.engine.service import Command, CoreFactory, EngineMessage, Failure, make_core, run_engine
+from mrv2.engine.step_outputs import ColumnWire, EngineOutputs
 
 _EXIT_SECONDS = 10.0
 
@@ -59,9 +60,11 @@ class _Sender:
 
 
 def _read(connection: Connection, process: SpawnProcess, mailbox: Mailbox) -> None:
+    wire = ColumnWire()
     try:
         while True:
-            mailbox.deliver(connection.recv())
+            message = connection.recv()
+            mailbox.deliver(wire.unpack(message) if isinstance(message, EngineOutputs) else message)
     except (EOFError, OSError):
         process.join(_EXIT_SECONDS)
         mailbox.fail(Failure(_describe_exit(process)))
@@ -99,9 +102,11 @@ def _child_main(connection: Connection, config: EngineConfig, factory: CoreFacto
         except OSError as error:
             raise EOFError("the parent process is gone") from error
 
+    wire = ColumnWire()
+
     def send(message: EngineMessage) -> None:
         try:
-            connection.send(message)
+            connection.send(wire.pack(message) if isinstance(message, EngineOutputs) else message)
         except OSError as error:
             raise EOFError("the parent process is gone") from error
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrv2.config import EngineConfig, Knobs
 from mrv2.engine.client import EngineClient
-from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import CaptureTime, EngineRequest, EngineSnapshot
 from mrv2.engine.service import (
     Command,
     CoreFactory,
@@ -24,6 +24,7 @@ from mrv2.engine.service import (
     make_core,
     run_engine,
 )
+from mrv2.engine.step_outputs import EngineOutputs
 from mrv2.errors import EngineDeadError
 from mrv2.instrument import Span
 
@@ -42,12 +43,12 @@ class Mailbox:
         self._numbers = count()
         self._pending: dict[int, Future[Any]] = {}
         # batches of outputs; None = the engine has stopped
-        self._outputs: SimpleQueue[list[EngineOutput] | None] = SimpleQueue()
+        self._outputs: SimpleQueue[EngineOutputs | None] = SimpleQueue()
         self._dead: str | None = None
 
     def deliver(self, message: EngineMessage) -> None:
         """Take a message of the engine."""
-        if isinstance(message, list):
+        if isinstance(message, EngineOutputs):
             self._outputs.put(message)
         elif isinstance(message, Reply):
             with self._lock:
@@ -87,9 +88,9 @@ class Mailbox:
             self._pending[number] = future
             return number, future
 
-    def take_outputs(self, timeout: float | None) -> list[EngineOutput]:
+    def take_outputs(self, timeout: float | None) -> EngineOutputs:
         """Return all outputs that are there, waiting up to `timeout` seconds for the first."""
-        outputs: list[EngineOutput] = []
+        outputs = EngineOutputs()
         try:
             batch = self._outputs.get(timeout=timeout)
             while batch is not None:
@@ -119,7 +120,7 @@ class RemoteClient(EngineClient):
     def abort(self, req_ids: list[str]) -> None:
         self._call("abort", req_ids)
 
-    def poll(self, timeout: float | None = None) -> list[EngineOutput]:
+    def poll(self, timeout: float | None = None) -> EngineOutputs:
         return self._mailbox.take_outputs(timeout)
 
     def set(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs:

@@ -23,10 +23,11 @@ from mrv2.engine.adaptive_drafts import AdaptiveDrafts
 from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
-from mrv2.engine.messages import EngineOutput, FinishReason, token_outputs
+from mrv2.engine.messages import EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
 from mrv2.engine.scheduler_check import check_scheduler
 from mrv2.engine.scheduler_stats import SchedulerStats
+from mrv2.engine.step_outputs import TokenColumn
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
 
 
@@ -103,7 +104,7 @@ class Scheduler:
         full = batch.full_after(batch.num_launched - 1)
         if len(full) * self.kv.num_groups > self.kv.pool.num_free:
             return None
-        growing = [batch.requests[row] for row in full if batch.num_computed(row) == batch.requests[row].capacity]
+        growing = batch.without_room(full)
         scheduled = SchedulerOutput(
             step=self.step,
             freed_req_ids=sorted(self.rows_to_free),
@@ -211,7 +212,7 @@ class Scheduler:
         self._finish(request, "error")
         return EngineOutput(req_id=request.req_id, new_token_ids=[], finish_reason="error", stop_reason=reason)
 
-    def update_from_output(self, output: StepOutput) -> list[EngineOutput]:
+    def update_from_output(self, output: StepOutput) -> list[EngineOutput] | TokenColumn:
         """Settle the oldest step in flight with its output; return what to tell the front end."""
         record = self.in_flight.popleft()
         assert record.step == output.step, f"output of step {output.step} arrived for step {record.step}"
@@ -228,22 +229,17 @@ class Scheduler:
                 results.append(result)
         return results
 
-    def _settle_decodes(self, batch: DecodeBatch, index: int, output: StepOutput) -> list[EngineOutput]:
+    def _settle_decodes(self, batch: DecodeBatch, index: int, output: StepOutput) -> TokenColumn:
         """Settle step `index` of a batch whose members are all as it left them: only ends need a closer look."""
         sampled = output.sampled_token_ids[:, 0]
-        tokens = sampled.tolist()
-        watched = batch.advance_grammars(tokens, batch.rows_to_watch(index, sampled))
+        watched = batch.advance_grammars(sampled, batch.rows_to_watch(index, sampled))
         batch.settle(sampled, watched)
-        results = token_outputs(batch.req_ids, tokens, output.step)
+        results = TokenColumn(batch.req_ids, sampled, output.step)
         for row in watched:
-            result = self._settle(batch.entries[row], [tokens[row]], output, row, row)
+            result = self._settle(batch.entries[row], [int(sampled[row])], output, row, row)
             assert result is not None, "a member of an intact batch is neither finished nor stale"
-            results[row] = result
-        if self.kv.enable_prefix_caching:
-            full = batch.full_after(index)
-            batch.show_rows(full)
-            for row in full:
-                self.kv.publish(batch.requests[row])
+            results.special[row] = result
+        batch.publish(self.kv, index)
         return results
 
     def _settle(

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mrv2.config import EngineConfig, Knobs
-from mrv2.engine.messages import CaptureTime, EngineOutput, EngineRequest, EngineSnapshot
+from mrv2.engine.messages import CaptureTime, EngineRequest, EngineSnapshot
 from mrv2.engine.recording import StageRecording
+from mrv2.engine.step_outputs import EngineOutputs
 from mrv2.errors import MRV2Error
 from mrv2.instrument import Span
 
@@ -35,7 +36,7 @@ class Core(Protocol):
     def has_unfinished(self) -> bool: ...
     def add_request(self, message: EngineRequest, /) -> None: ...
     def abort(self, req_ids: list[str], /) -> None: ...
-    def step(self) -> list[EngineOutput]: ...
+    def step(self) -> EngineOutputs: ...
     def set_knobs(self, *, capture: CaptureTime = "now", **changes: Any) -> Knobs: ...
     def snapshot(self) -> EngineSnapshot: ...
     def shutdown(self) -> None: ...
@@ -164,8 +165,7 @@ class Failure:
         return cls("".join(traceback.format_exception(error)).rstrip(), travels)
 
 
-# batches of outputs travel as plain lists
-EngineMessage = Ready | Reply | Failure | list[EngineOutput]
+EngineMessage = Ready | Reply | Failure | EngineOutputs
 
 
 def run_engine(
