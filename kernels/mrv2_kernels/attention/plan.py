@@ -56,6 +56,7 @@ _MEASURED: dict[int, dict[int, DecodeChoice]] = {
     128: {
         8: DecodeChoice(DecodePlan(32, 4, 2, num_splits=32, tiles_per_split=1), ahead=True),
         64: DecodeChoice(DecodePlan(64, 2, 2, num_splits=8, tiles_per_split=1), ahead=True),
+        128: DecodeChoice(DecodePlan(64, 2, 2, num_splits=4, tiles_per_split=1), ahead=True),
         256: DecodeChoice(DecodePlan(128, 4, 2, num_splits=1, tiles_per_split=1), ahead=True),
         512: DecodeChoice(DecodePlan(16, 1, 3, num_splits=1, tiles_per_split=4), ahead=True),
         2048: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
