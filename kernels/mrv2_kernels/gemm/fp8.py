@@ -16,6 +16,7 @@ import torch
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.gemm.picks import Pick, ProductPicks, picks_for, picks_of
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan
 from mrv2_kernels.gemm.resident import why_not_resident
@@ -25,7 +26,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # compute capability from which on kernels convert the format
 MIN_CAPABILITY = (8, 9)
-_BLOCK = 2048
+# of the kernel that makes 16-bit weights again
+_BLOCK_N, _BLOCK_K = 8, 1024
 
 
 def quantise_rows(
@@ -40,12 +42,27 @@ def quantise_rows(
 
 
 @triton.jit
-def _dequantise_rows_kernel(weight_ptr, scale_ptr, out_ptr, num_inputs, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    offsets = row.to(tl.int64) * num_inputs + k
-    weight = tl.load(weight_ptr + offsets, mask=k < num_inputs, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offsets, (weight * tl.load(scale_ptr + row)).to(out_ptr.dtype.element_ty), mask=k < num_inputs)
+def _dequantise_rows_kernel(
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    num_outputs,
+    num_inputs,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (n < num_outputs)[:, None] & (k < num_inputs)[None, :]
+    offsets = n.to(tl.int64)[:, None] * num_inputs + k[None, :]
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + n, mask=n < num_outputs, other=0.0)
+    if PDL:
+        gdc_wait()
+    tl.store(out_ptr + offsets, (weight * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def dequantise_rows_triton(
@@ -59,7 +76,10 @@ def dequantise_rows_triton(
     assert weight.is_contiguous(), f"weights must be contiguous, strides {weight.stride()}"
     num_outputs, num_inputs = weight.shape
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    _dequantise_rows_kernel[(num_outputs, cdiv(num_inputs, _BLOCK))](weight, scale, out, num_inputs, BLOCK=_BLOCK)
+    pdl = has_pdl(weight)
+    _dequantise_rows_kernel[(cdiv(num_outputs, _BLOCK_N), cdiv(num_inputs, _BLOCK_K))](
+        weight, scale, out, num_outputs, num_inputs, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, PDL=pdl, launch_pdl=pdl
+    )
     return out
 
 
@@ -115,5 +135,7 @@ def picks_by_rule(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> Prod
 
 def aot_cases() -> list[AotCase]:
     """Return representative signatures."""
-    signature = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "out_ptr": "*bf16", "num_inputs": "i32"}
-    return [AotCase(_dequantise_rows_kernel, signature, {"BLOCK": _BLOCK}, aligned=frozenset(signature))]
+    pointers = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
+    signature = pointers | {"num_outputs": "i32", "num_inputs": "i32"}
+    constants: dict[str, object] = {"BLOCK_N": _BLOCK_N, "BLOCK_K": _BLOCK_K, "PDL": True}
+    return [AotCase(_dequantise_rows_kernel, signature, constants, aligned=frozenset(signature))]
