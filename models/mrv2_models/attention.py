@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from mrv2_kernels._numerics import bytes_of
 from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_decode
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
 from mrv2_kernels.attention.kv_write import write_kv
@@ -154,6 +155,11 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# [NB, BS, Hkv, D], [n] -> [n * BS, Hkv, D]
+def _blocks_of(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return bytes_of(cache)[blocks].view(cache.dtype).flatten(0, 1)
+
+
 def _sdpa(
     # [T_pad, Hq, D]
     q: torch.Tensor,
@@ -187,7 +193,7 @@ def _sdpa(
         written = (key_positions < seq_len)[:, None, None]
         # a slot that nobody wrote may hold NaN, which a mask on the scores alone would let through
         k, v = (
-            torch.where(written, cache[blocks].flatten(0, 1), torch.zeros((), dtype=q.dtype, device=q.device))
+            torch.where(written, _blocks_of(cache, blocks).to(q.dtype), torch.zeros((), dtype=q.dtype, device=q.device))
             for cache in (k_cache, v_cache)
         )
         attended = F.scaled_dot_product_attention(

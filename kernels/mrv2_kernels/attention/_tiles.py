@@ -10,9 +10,29 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv2_kernels._triton import next_power_of_2, tl, triton
+from mrv2_kernels._numerics import FP8, FP8_MAX
+from mrv2_kernels._triton import constant, next_power_of_2, tl, triton
+from mrv2_kernels.gemm.unpack import E4M3_TO_BF16
 
 LOG2_E = 1.4426950408889634
+_FP8_MAX = constant(FP8_MAX)
+
+
+@triton.jit
+def as_kept(x, DTYPE: tl.constexpr):
+    """Return x as a cache of DTYPE keeps it; 8-bit floats take what is too large as their largest."""
+    if tl.float8e4nv == DTYPE:
+        x = tl.clamp(x.to(tl.float32), -_FP8_MAX, _FP8_MAX)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def widened(x, DTYPE: tl.constexpr, UNPACK: tl.constexpr):
+    """Return x of a cache as tensor cores take it; with UNPACK by the instructions of `gemm.unpack`."""
+    if UNPACK:
+        return tl.inline_asm_elementwise(E4M3_TO_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit
@@ -60,12 +80,15 @@ def fold_tile(
     scale_log2,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):
-    """Fold k and v [N, D] into (acc [M, D], row_max [M], row_sum [M]) and return them.
+    """Fold k and v [N, D] of the cache into (acc [M, D], row_max [M], row_sum [M]) and return them.
 
     Without MASKED every row sees every key; with it, those where `visible` [M, N] (or [1, N]) says so, of
     which each row that has seen none yet must see one.
     """
+    k = widened(k, q.dtype, UNPACK)
+    v = widened(v, q.dtype, UNPACK)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -100,6 +123,7 @@ def attend_tiles(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):
     """Fold the tiles at start, start + step, ... before `stop` into (acc [M, D], row_max [M], row_sum [M]).
 
@@ -114,7 +138,9 @@ def attend_tiles(
         k, v = load_tile(k_ptr, v_ptr, block_ids, keys, stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, MASKED)
         block_ids = load_block_ids(table_ptr, keys + step, stop, BLOCK_SIZE)
         visible = (keys[None, :] <= last_visible[:, None]) & (keys < stop)[None, :]
-        acc, row_max, row_sum = fold_tile(q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED, PRECISION)
+        acc, row_max, row_sum = fold_tile(
+            q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED, PRECISION, UNPACK
+        )
     return acc, row_max, row_sum
 
 
@@ -183,8 +209,10 @@ def check_inputs(op: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch
     """Raise `ValueError` where the kernels of `op` would compute nonsense."""
     if q.dtype == torch.float64:
         raise ValueError(f"{op}: the Triton kernel takes float16, bfloat16 or float32; for float64 call {op}.torch")
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"{op}: q is {q.dtype} but the KV cache is {k_cache.dtype} / {v_cache.dtype}; cast one")
+    if not (k_cache.dtype == v_cache.dtype and v_cache.dtype in (q.dtype, FP8)):
+        raise ValueError(
+            f"{op}: q is {q.dtype} but the KV cache is {k_cache.dtype} / {v_cache.dtype}; it must be {q.dtype} or {FP8}"
+        )
     head_dim, num_kv_heads = q.shape[2], k_cache.shape[2]
     if q.shape[1] % num_kv_heads:
         raise ValueError(f"{op}: {q.shape[1]} query heads are no multiple of {num_kv_heads} KV heads")

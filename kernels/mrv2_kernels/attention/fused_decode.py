@@ -31,6 +31,7 @@ from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._tiles import (
     LOG2_E,
+    as_kept,
     attend_tiles,
     check_inputs,
     combine_shares,
@@ -43,6 +44,7 @@ from mrv2_kernels.attention.decode import paged_attention_decode_torch
 from mrv2_kernels.attention.kv_write import write_kv_torch
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, DecodePlan, arrivals_of
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
+from mrv2_kernels.gemm.unpack import unpacks
 from mrv2_kernels.layers.rope import qk_norm_rope_torch, rotary_embedding_torch
 
 
@@ -110,6 +112,7 @@ def _fused_decode_kernel(
     EPS: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     request = tl.program_id(0).to(tl.int64)
@@ -177,9 +180,9 @@ def _fused_decode_kernel(
         1,
     ).to(q_ptr.dtype.element_ty)
     # rounded as the cache rounds it, so that later steps read what this one used
-    k = _normed_and_rotated(k, k_partner, k_weight, k_partner_weight, cos, signed_sin, HEAD_DIM, HAS_NORM, EPS, 0).to(
-        k_cache_ptr.dtype.element_ty
-    )
+    k = _normed_and_rotated(k, k_partner, k_weight, k_partner_weight, cos, signed_sin, HEAD_DIM, HAS_NORM, EPS, 0)
+    k = as_kept(k.to(k_ptr.dtype.element_ty), k_cache_ptr.dtype.element_ty)
+    v = as_kept(v, v_cache_ptr.dtype.element_ty)
     holds_new = (split == num_shares - 1) & (seq_len > 0)
     written = in_head & (split == num_shares - 1) & (slot >= 0)
     tl.store(k_head_ptr + slot * TOKEN_STRIDE + dims, k, mask=written)
@@ -202,6 +205,7 @@ def _fused_decode_kernel(
             scale_log2,
             True,
             PRECISION,
+            UNPACK,
         )
     acc, row_max, row_sum = attend_tiles(
         q,
@@ -223,6 +227,7 @@ def _fused_decode_kernel(
         BLOCK_N,
         True,
         PRECISION,
+        UNPACK,
     )
     # padding has row_sum 0 and yields zeros
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
@@ -359,6 +364,7 @@ def fused_decode_attention_triton(
         EPS=eps,
         PDL=pdl,
         PRECISION="ieee",
+        UNPACK=unpacks(q, k_cache.dtype),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **({"launch_pdl": True} if pdl else {}),
@@ -425,15 +431,15 @@ def aot_cases() -> list[AotCase]:
         "tiles_per_split": 2,
         "EPS": 1e-6,
         "PRECISION": "ieee",
+        "UNPACK": False,
     }
     qwen3: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64}
     smollm2: dict[str, object] = {"NUM_KV_HEADS": 3, "GROUP": 3, "HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_N": 128}
+    normed = shared | qwen3 | {"HAS_NORM": True, "PDL": True, "BLOCK_SPLITS": 32, "BLOCK_GROUP": 2}
+    eight_bits = signature | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
     return [
-        AotCase(
-            _fused_decode_kernel,
-            signature,
-            shared | qwen3 | {"HAS_NORM": True, "PDL": True, "BLOCK_SPLITS": 32, "BLOCK_GROUP": 2},
-        ),
+        AotCase(_fused_decode_kernel, signature, normed),
+        AotCase(_fused_decode_kernel, eight_bits, normed | {"UNPACK": True}),
         AotCase(
             _fused_decode_kernel,
             signature,

@@ -3,14 +3,15 @@
 A byte of e4m3, its sign stretched to 16 bits, moved up by four and masked, is a bfloat16 with the same sign, exponent
 field and mantissa: too small by the difference of the exponents' biases, 2 ** (127 - 7), which one exact product of
 two values at a time puts right, subnormal ones included.  On compute capability 9.0 a compiler's own conversion takes
-a detour over float16 by an instruction of a quarter of the rate.  NaN comes out as a number: `quantise_rows` of finite
-weights makes none.
+a detour over float16 by an instruction of a quarter of the rate.  NaN comes out as a number: finite
+weights, keys and values make none.
 """
 
 from __future__ import annotations
 
 import torch
 
+from mrv2_kernels._numerics import FP8
 from mrv2_kernels._triton import constant
 
 # two registers of two bfloat16 from one of four e4m3, for `inline_asm_elementwise` with pack=4
@@ -29,9 +30,9 @@ fma.rn.bf16x2 $1, high, up, none;
 }""")
 
 
-def unpacks(x: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Return whether a kernel converts its weights this way: 8-bit ones to bfloat16, on a device.
+def unpacks(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a kernel converts values of `dtype` this way: 8-bit ones for an x in bfloat16, on a device.
 
     For float16 the compiler's own way is as good; the interpreter runs no machine instructions.
     """
-    return scale is not None and x.is_cuda and x.dtype == torch.bfloat16
+    return dtype == FP8 and x.is_cuda and x.dtype == torch.bfloat16
