@@ -27,8 +27,11 @@ class BlockedLaunch(NamedTuple):
 
     # blocks a program; the next one is fetched while one is summed
     span: int = 1
-    # a second launch draws, else the program that arrives last at a row
+    # blocks that are on their way, the one that is summed included: copies to shared memory; 1 = one more, in registers
+    num_stages: int = 1
+    # a second launch of `pick_warps` a row draws, else the program that arrives last at a row
     is_split: bool = False
+    pick_warps: int = 8
 
 
 class TruncatedLaunch(NamedTuple):

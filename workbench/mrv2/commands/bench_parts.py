@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -68,6 +69,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             one.add_argument(part.flag, metavar=part.metavar, help=part.help)
     group.add_argument("--tune", action="store_true", help="with --samplers or --layers: time candidate launches")
     group.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="with --samplers --tune: leave out the candidates that are not checked and timed within S seconds",
+    )
+    group.add_argument(
         "--rates",
         metavar="LIST",
         help="with --speculation: time per output token of the runners while requests arrive at random, so many a "
@@ -87,7 +94,11 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
     Raises `ConfigError` for a flag that the part has no use for.
     """
     if args.tune and not (args.samplers or args.layers):
-        raise ConfigError("--tune belongs to --samplers and --layers: mrv2 bench --layers --tune")
+        raise ConfigError("--tune belongs to a part: mrv2 bench --samplers --tune, mrv2 bench --layers --tune")
+    if args.seconds is not None and not (args.tune and args.samplers):
+        raise ConfigError("--seconds belongs to --samplers --tune: mrv2 bench --samplers --tune --seconds S")
+    if args.seconds is not None and not args.seconds > 0:
+        raise ConfigError(f"--seconds {args.seconds}: a number above 0")
     for name in ("rates", "acceptance"):
         if getattr(args, name) is not None and not args.speculation:
             raise ConfigError(f"--{name} belongs to --speculation: mrv2 bench --speculation --{name} LIST")
@@ -118,7 +129,8 @@ def _samplers(args: argparse.Namespace, options: dict[str, Any], record_path: Pa
 
     if args.tune:
         with _device(options) as device:
-            record = sampler_tuning.tune_samplers(device, progress=note)
+            seconds = math.inf if args.seconds is None else args.seconds
+            record = sampler_tuning.tune_samplers(device, seconds=seconds, progress=note)
         return _finish(record, sampler_tuning.report(record), sampler_tuning.headline(record), record_path)
     with _device(options) as device:
         record = measure_samplers(device, progress=note)

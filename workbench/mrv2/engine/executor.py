@@ -170,15 +170,15 @@ class UniProcExecutor:
             return self.runner.sample_tokens(grammar)
 
     def set_knobs(self, knobs: Knobs) -> None:
-        """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows.
+        """Put `knobs` in force; no step is in flight.
 
-        What has no graph runs without, until `graphs` has captured it.
+        Another runner, or way to prepare inputs, starts with empty rows.  What has no graph runs without, until
+        `graphs` has captured it.
         """
         runner = self._runner(knobs.runner)
-        self.knobs = self.resources.knobs = knobs
-        if runner is not self.runner:
+        if not knobs.keeps_rows_of(self.knobs):
             self.runner.reset()
-            self.runner = runner
+        self.knobs, self.resources.knobs, self.runner = knobs, knobs, runner
 
     def catch_up(self, method: str, num_computed: dict[str, int]) -> None:
         """Let a draft model read what running requests, id -> tokens, have computed without it."""
