@@ -32,13 +32,17 @@ from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._tiles import (
     LOG2_E,
     as_kept,
+    as_pairs,
     attend_tiles,
     check_inputs,
     combine_shares,
+    fold_pairs,
     fold_tile,
     heads_at_once,
+    join_columns,
     load_block_ids,
     load_tile,
+    split_columns,
 )
 from mrv2_kernels.attention.decode import paged_attention_decode_torch
 from mrv2_kernels.attention.kv_write import write_kv_torch
@@ -142,9 +146,24 @@ def _fused_decode_kernel(
     first_keys = split * BLOCK_N + tl.arange(0, BLOCK_N)
     first_stop = tl.where(split < num_shares, num_cached, 0)
     first_ids = load_block_ids(table_ptr, first_keys, first_stop, BLOCK_SIZE)
-    first_k, first_v = load_tile(
-        k_head_ptr, v_head_ptr, first_ids, first_keys, first_stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
-    )
+    PAIRS: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.float8e4nv
+    if PAIRS:
+        first_k, first_v = load_tile(
+            as_pairs(k_head_ptr),
+            as_pairs(v_head_ptr),
+            first_ids,
+            first_keys,
+            first_stop,
+            TOKEN_STRIDE // 2,
+            BLOCK_SIZE,
+            HEAD_DIM // 2,
+            BLOCK_D // 2,
+            True,
+        )
+    else:
+        first_k, first_v = load_tile(
+            k_head_ptr, v_head_ptr, first_ids, first_keys, first_stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
+        )
     angles_ptr = cos_sin_ptr + position * HEAD_DIM + dims % HALF
     cos = tl.load(angles_ptr, mask=in_head, other=0.0).to(tl.float32)
     sin = tl.load(angles_ptr + HALF, mask=in_head, other=0.0).to(tl.float32)
@@ -194,19 +213,30 @@ def _fused_decode_kernel(
     new_value = tl.where(holds_new, v.to(tl.float32), 0.0)
     acc = new_value[None, :] + tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if split < num_tiles:
-        acc, row_max, row_sum = fold_tile(
-            q,
-            first_k,
-            first_v,
-            acc,
-            row_max,
-            row_sum,
-            (first_keys < num_cached)[None, :],
-            scale_log2,
-            True,
-            PRECISION,
-            UNPACK,
-        )
+        first_visible = (first_keys < num_cached)[None, :]
+        if PAIRS:
+            q_even, q_odd = split_columns(q, BLOCK_M, BLOCK_D)
+            acc_even, acc_odd = split_columns(acc, BLOCK_M, BLOCK_D)
+            acc_even, acc_odd, row_max, row_sum = fold_pairs(
+                q_even,
+                q_odd,
+                first_k,
+                first_v,
+                acc_even,
+                acc_odd,
+                row_max,
+                row_sum,
+                first_visible,
+                scale_log2,
+                True,
+                PRECISION,
+                UNPACK,
+            )
+            acc = join_columns(acc_even, acc_odd, BLOCK_M, BLOCK_D)
+        else:
+            acc, row_max, row_sum = fold_tile(
+                q, first_k, first_v, acc, row_max, row_sum, first_visible, scale_log2, True, PRECISION
+            )
     acc, row_max, row_sum = attend_tiles(
         q,
         acc,

@@ -14,20 +14,23 @@ import torch
 from mrv2_kernels._numerics import FP8
 from mrv2_kernels._triton import constant
 
-# two registers of two bfloat16 from one of four e4m3, for `inline_asm_elementwise` with pack=4
-E4M3_TO_BF16 = constant("""{
-.reg .b32 low, high, up, none;
+_TEMPLATE = """{{
+.reg .b32 one, other, up, none;
 mov.b32 up, 0x7B807B80;
 mov.b32 none, 0x80008000;
-prmt.b32 low, $2, 0, 0x9180;
-prmt.b32 high, $2, 0, 0xB3A2;
-shl.b32 low, low, 4;
-shl.b32 high, high, 4;
-and.b32 low, low, 0x87F087F0;
-and.b32 high, high, 0x87F087F0;
-fma.rn.bf16x2 $0, low, up, none;
-fma.rn.bf16x2 $1, high, up, none;
-}""")
+prmt.b32 one, $2, 0, {one};
+prmt.b32 other, $2, 0, {other};
+shl.b32 one, one, 4;
+shl.b32 other, other, 4;
+and.b32 one, one, 0x87F087F0;
+and.b32 other, other, 0x87F087F0;
+fma.rn.bf16x2 $0, one, up, none;
+fma.rn.bf16x2 $1, other, up, none;
+}}"""
+# two registers of two bfloat16 from one of four e4m3, for `inline_asm_elementwise` with pack=4
+E4M3_TO_BF16 = constant(_TEMPLATE.format(one="0x9180", other="0xB3A2"))
+# from two pairs of e4m3 the first ones of both, and the second ones; with pack=2 and two results
+E4M3_PAIRS_TO_BF16 = constant(_TEMPLATE.format(one="0xA280", other="0xB391"))
 
 
 def unpacks(x: torch.Tensor, dtype: torch.dtype) -> bool:
