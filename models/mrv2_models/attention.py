@@ -50,11 +50,13 @@ class AttentionMetadata:
     # [B], only for "sdpa": seq_lens or an upper bound of them, without padding
     max_seq_lens_np: np.ndarray | None = None
 
-    def takes_fused(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    def takes_fused(
+        self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+    ) -> bool:
         """Whether `attend_fused` serves this step: a function of the padded batch and the heads of this rank."""
         if not self.uniform_decode or self.backend != "triton":
             return False
-        return decode_choice(self.seq_lens.shape[0], num_kv_heads, head_dim, dtype).fused
+        return decode_choice(self.seq_lens.shape[0], num_kv_heads, head_dim, dtype, cache_dtype).fused
 
 
 def attend(
@@ -125,7 +127,7 @@ def attend_fused(
     For steps with `takes_fused`; equals the family's `rotate` followed by `attend`.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    choice = decode_choice(q.shape[0], k_cache.shape[2], q.shape[2], q.dtype)
+    choice = decode_choice(q.shape[0], k_cache.shape[2], q.shape[2], q.dtype, k_cache.dtype)
     fused_decode_attention(
         q,
         k,

@@ -170,3 +170,15 @@ def test_a_cache_of_eight_bit_floats_takes_what_is_too_large_as_its_largest(twin
     for cache in (case.k_cache, case.v_cache):
         written = cache[slot // 16, slot % 16].float()
         assert written.isfinite().all() and written.abs().max() == 448.0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_cache_of_eight_bit_floats_has_plans_of_its_own_that_fit(head_dim: int) -> None:
+    for batch in (1, 8, 32, 64, 256, 2000):
+        plan = decode_choice(batch, 8, head_dim, torch.bfloat16, FP8).plan
+        assert 2 * plan.block_n * plan.num_stages * head_dim <= 100 << 10
+        # a cache in the dtype of the queries changes nothing
+        plain = decode_choice(batch, 8, head_dim, torch.bfloat16)
+        assert decode_choice(batch, 8, head_dim, torch.bfloat16, torch.bfloat16) == plain
+    # what nobody measured stays so
+    assert decode_choice(4, 8, head_dim, torch.float32, FP8) == decode_choice(4, 8, head_dim, torch.float32)

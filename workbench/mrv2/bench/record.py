@@ -114,9 +114,9 @@ def kernel_choices(core: EngineCore) -> dict[str, dict[str, Any]]:
     """Return the choices that depend on the padded batch alone; empty on the host, which pads nothing."""
     if not core.executor.buckets.decode:
         return {}
-    config, dtype = core.model_config, core.executor.model.dtype
+    config, dtype, kept = core.model_config, core.executor.model.dtype, core.executor.groups[0].spec.dtype
     choices = {
-        str(size): asdict(decode_choice(size, config.num_key_value_heads, config.head_dim, dtype))
+        str(size): asdict(decode_choice(size, config.num_key_value_heads, config.head_dim, dtype, kept))
         for size in core.executor.buckets.decode
     }
     products = {
