@@ -40,13 +40,12 @@ TRUNCATION = Truncation(
 NUM_SLOTS = len(SEEDS)
 
 
-# one launch, in which the last arriver draws; two, with blocks beyond the row's end in a program's share, which are
-# fetched into registers or copied to shared memory
+# one launch, in which the last arriver draws; two, with blocks beyond the row's end in a program's share
 LAUNCHES = {
     "one": (BlockedLaunch(), TruncatedLaunch(repeats=2, collect=64)),
     "two": (BlockedLaunch(span=3, is_split=True), TruncatedLaunch(repeats=2, collect=64, is_split=True)),
-    "copies": (
-        BlockedLaunch(span=2, num_stages=3, is_split=True),
+    "few": (
+        BlockedLaunch(span=2, is_split=True, pick_warps=1),
         TruncatedLaunch(repeats=3, collect=128, is_split=True, draw_warps=1),
     ),
 }

@@ -31,10 +31,10 @@ from mrv2_kernels.sampling.truncation import Truncation, is_truncated
 from mrv2_kernels.sampling.workspace import DrawWorkspace
 
 # part of the definition: another size draws other tokens
-_BLOCK = 4096
+_BLOCK = 1024
 _STEP = 512
 # they order the sums of a block, so they must not hang on the batch
-_NUM_WARPS = 2
+_NUM_WARPS = 1
 # block b's noise is that of token 2^24 + b, which no vocabulary has; the kernel spells the number out
 _FIRST_BLOCK = 1 << 24
 
@@ -125,7 +125,6 @@ def _blocked_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Store the L_b of SPAN blocks; unless IS_SPLIT, the program that arrives last at a row draws."""
@@ -151,19 +150,13 @@ def _blocked_kernel(
         last = first + SPAN
         if SPAN > 1:
             last = tl.minimum(last, num_blocks)
-        if STAGES > 1:
-            for block in tl.range(first, last, num_stages=STAGES):
-                logits = _logits_before(row_ptr, block * BLOCK, end, BLOCK)
-                log_mass = _log_mass(logits, row_ptr, block * BLOCK, vocab, temperature, BLOCK)
-                tl.store(masses_ptr + block, log_mass)
-        else:
-            if TRUNCATED:
-                ahead = _logits_before(row_ptr, first * BLOCK, end, BLOCK)
-            for block in range(first, last):
-                logits = ahead
-                ahead = _logits_before(row_ptr, (block + 1) * BLOCK, end, BLOCK)
-                log_mass = _log_mass(logits, row_ptr, block * BLOCK, vocab, temperature, BLOCK)
-                tl.store(masses_ptr + block, log_mass)
+        if TRUNCATED:
+            ahead = _logits_before(row_ptr, first * BLOCK, end, BLOCK)
+        for block in range(first, last):
+            logits = ahead
+            ahead = _logits_before(row_ptr, (block + 1) * BLOCK, end, BLOCK)
+            log_mass = _log_mass(logits, row_ptr, block * BLOCK, vocab, temperature, BLOCK)
+            tl.store(masses_ptr + block, log_mass)
         if not IS_SPLIT:
             tl.debug_barrier()
             if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == GROUPS - 1:
@@ -279,7 +272,6 @@ def gumbel_blocked_sample_triton(
         IS_SPLIT=launch.is_split,
         SPAN=launch.span,
         GROUPS=num_groups,
-        STAGES=launch.num_stages,
         PDL=pdl,
         num_warps=_NUM_WARPS,
         launch_pdl=pdl,
@@ -378,25 +370,24 @@ def aot_cases() -> list[AotCase]:
                 "TRUNCATED": truncated,
                 "IS_SPLIT": is_split,
                 "SPAN": span,
-                "GROUPS": cdiv(38, span),
-                "BLOCKS": 64,
+                "GROUPS": cdiv(149, span),
+                "BLOCKS": 256,
                 "BLOCK": _BLOCK,
                 "STEP": _STEP,
-                "STAGES": stages,
                 "PDL": is_split,
             },
             num_warps=_NUM_WARPS,
             aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
         )
         for dtype in ("bf16", "fp32")
-        for truncated, is_split, span, stages in ((False, True, 1, 1), (True, False, 2, 1), (False, True, 8, 4))
+        for truncated, is_split, span in ((False, True, 1), (True, False, 2), (False, True, 10))
     ]
     picks = [
         AotCase(
             kernel=_pick_kernel,
             signature=_signature(dtype),
-            constexprs={"TRUNCATED": True, "BLOCKS": 64, "BLOCK": _BLOCK, "STEP": _STEP, "PDL": True},
-            num_warps=8,
+            constexprs={"TRUNCATED": True, "BLOCKS": 256, "BLOCK": _BLOCK, "STEP": _STEP, "PDL": True},
+            num_warps=4,
             aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
         )
         for dtype in ("bf16", "fp32")

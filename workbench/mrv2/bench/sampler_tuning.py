@@ -73,28 +73,26 @@ def candidates() -> list[Candidate]:
     for block, num_warps, step in ((4096, 4, 512), (2048, 4, 512), (2048, 2, 256)):
         launch = FusedLaunch(block, num_warps, step)
         found.append(_candidate("plain", "gumbel_fused", "gumbel_fused", FUSED=launch))
-    for block, num_warps, span, num_stages, pick_warps in (
-        (4096, 2, 1, 1, 8),
-        (4096, 2, 10, 4, 8),
-        (4096, 4, 1, 1, 8),
-        (4096, 4, 5, 1, 8),
-        (4096, 4, 5, 3, 8),
-        (4096, 4, 10, 4, 8),
-        (2048, 2, 1, 1, 8),
-        (2048, 2, 5, 1, 8),
-        (2048, 1, 1, 1, 8),
-        (2048, 1, 1, 1, 4),
-        (2048, 1, 5, 1, 8),
-        (2048, 1, 10, 1, 8),
-        (2048, 1, 10, 3, 8),
-        (1024, 1, 1, 1, 8),
-        (1024, 1, 1, 1, 4),
-        (1024, 1, 10, 1, 4),
-        (1024, 1, 19, 1, 4),
-        (1024, 1, 10, 3, 4),
-        (1024, 1, 19, 4, 4),
+    for block, num_warps, span, pick_warps in (
+        (4096, 2, 1, 8),
+        (4096, 4, 1, 8),
+        (4096, 4, 5, 8),
+        (2048, 2, 1, 8),
+        (2048, 2, 5, 8),
+        (2048, 1, 1, 4),
+        (2048, 1, 10, 8),
+        (1024, 1, 1, 4),
+        (1024, 1, 5, 4),
+        (1024, 1, 8, 4),
+        (1024, 1, 10, 2),
+        (1024, 1, 10, 4),
+        (1024, 1, 10, 8),
+        (1024, 1, 12, 4),
+        (1024, 1, 15, 4),
+        (512, 1, 1, 4),
+        (512, 1, 19, 4),
     ):
-        launch = BlockedLaunch(span, num_stages, True, pick_warps)
+        launch = BlockedLaunch(span, True, pick_warps)
         sizes = {"_BLOCK": block, "_NUM_WARPS": num_warps}
         found.append(_candidate("plain", "gumbel_blocked", "gumbel_blocked", **sizes, BLOCKED=launch))
     for repeats, num_warps, draw_warps, collect in (

@@ -31,8 +31,9 @@ from mrv2_models.model_state import resolve_model_state
 from mrv2_models.registry import load_model, resolve_model
 
 MAX_QUEUE_DEPTH = 4
-# mixed batches up to this many tokens replay graphs
-MAX_MIXED_GRAPH_TOKENS = 512
+# mixed batches up to this many tokens replay graphs; launched one by one, a step of prompts takes the host longer than
+# the GPU up to some 8,192 tokens of a small model
+MAX_MIXED_GRAPH_TOKENS = 8192
 # share of the host's free memory that the KV cache takes when no size is given
 HOST_KV_SHARE = 0.25
 # NaN as an 8-bit float
@@ -279,6 +280,9 @@ class UniProcExecutor:
         logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")
         peak = torch.cuda.max_memory_allocated() - before
+        if self.buckets.mixed and tokens <= self.buckets.mixed[-1]:
+            # the pool of the graphs holds a forward pass of this size once more
+            peak *= 2
         torch.cuda.empty_cache()
         return peak + logits + (256 << 20)
 
