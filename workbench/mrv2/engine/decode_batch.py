@@ -17,6 +17,7 @@ when somebody needs them.  So a step costs the host what changes in it, not a vi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class ScheduledEntry:
 
 
 class StepRows(NamedTuple):
-    """Who computes how much in a step: B requests each; see `SchedulerOutput`."""
+    """Who computes how much in a step, B requests each: fields of `SchedulerOutput`."""
 
     req_ids: list[str]
     # [B] int32, [B] int32, [B] bool, [B] int32
@@ -126,13 +127,14 @@ class DecodeBatch:
     # another list when somebody joins or leaves, else the same one: a runner may know it again
     req_ids: list[str] = field(default_factory=list)
     members: set[Request] = field(default_factory=set)
-    # [B] each, never written again: as in `StepRows`, and 0, 1, 2, ...
+    # [B], never written again: as in `StepRows`, and 0, 1, 2, ...
     ones: np.ndarray = field(init=False)
     zeros: np.ndarray = field(init=False)
     yields: np.ndarray = field(init=False)
     _rows: np.ndarray = field(init=False)
-    # ids that end a request, of all members together, past ones too
-    stop_ids: set[int] = field(default_factory=set)
+    # ids that end a request, of all members together; the members by their own ones
+    stop_ids: list[int] = field(default_factory=list)
+    _stop_sets: Counter[frozenset[int]] = field(default_factory=Counter)
     # rows that follow a grammar
     grammar_rows: list[int] = field(default_factory=list)
     # steps launched and settled
@@ -141,16 +143,17 @@ class DecodeBatch:
     # the first step that is the last one of a member
     first_end: int = 0
 
-    # [B] int32 each.  Tokens computed before step 0, had the member been there; its first step, and its last one
+    # [B] int32: tokens computed before step 0, had the member been there
     _computed_before: np.ndarray = field(init=False)
+    # [B] int32: its first step, and its last one
     _joined: np.ndarray = field(init=False)
     _ends: np.ndarray = field(init=False)
-    # after step k the member's block is full if k equals this, modulo the block size
+    # [B] int32: after step k the member's block is full if k equals this, modulo the block size
     _phases: np.ndarray = field(init=False)
-    # steps launched, and steps settled, that the members' own counters show
+    # [B] int32: steps launched, and steps settled, that the member's own counters show
     _launches_shown: np.ndarray = field(init=False)
     _settles_shown: np.ndarray = field(init=False)
-    # where in `_kept` the member's tokens are
+    # [B] int32: where in `_kept` the member's tokens are
     _columns: np.ndarray = field(init=False)
     _free_columns: list[int] = field(init=False)
     # [steps, capacity] int32: the tokens of the newest settled steps, all that some member does not show among them
@@ -174,8 +177,7 @@ class DecodeBatch:
         self.requests += requests
         self.members.update(requests)
         self.req_ids = [*self.req_ids, *(request.req_id for request in requests)]
-        for request in requests:
-            self.stop_ids |= request.stop_ids
+        self._stop_sets.update(request.stop_ids for request in requests)
         self.grammar_rows += [row for row, r in enumerate(requests, first_row) if r.grammar is not None]
 
         def appended(old: np.ndarray, new: Iterable[int]) -> np.ndarray:
@@ -201,7 +203,9 @@ class DecodeBatch:
             if record.batch is self:
                 record.leave(rows, kept)
         self._free_columns += self._columns[rows].tolist()
-        self.members.difference_update([self.requests[row] for row in rows])
+        leaving = [self.requests[row] for row in rows]
+        self.members.difference_update(leaving)
+        self._stop_sets.subtract(request.stop_ids for request in leaving)
         self.req_ids = self.req_ids.copy()
         for row in sorted(rows, reverse=True):
             del self.entries[row], self.requests[row], self.req_ids[row]
@@ -219,6 +223,9 @@ class DecodeBatch:
         self.yields = np.ones(num_members, dtype=np.bool_)
         self._rows = np.arange(num_members)
         self.first_end = int(self._ends.min()) if num_members else 0
+        # without those that no member has any more
+        self._stop_sets = +self._stop_sets
+        self.stop_ids = sorted(set().union(*self._stop_sets))
 
     def rows_at_end(self) -> list[int]:
         """Return the members whose last step is launched."""
@@ -258,7 +265,7 @@ class DecodeBatch:
         """Return the rows of step `index` that end with their token of `sampled` [n] int64: stop, error or length."""
         watched = sampled < 0
         if len(self.stop_ids) > _FEW_STOP_IDS:
-            watched |= np.isin(sampled, list(self.stop_ids))
+            watched |= np.isin(sampled, self.stop_ids)
         else:
             for token in self.stop_ids:
                 watched |= sampled == token

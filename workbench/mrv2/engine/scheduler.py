@@ -138,9 +138,11 @@ class Scheduler:
         for request in others:
             if budget <= 0:
                 break
-            if not request.has_work or request.status is not RequestStatus.RUNNING:
+            num_expected = request.num_known + request.num_in_flight
+            num_tokens = num_expected + request.num_drafts_in_flight - request.num_computed
+            # `has_work`, written out; a request further ahead may just have been preempted
+            if num_tokens <= 0 or num_expected >= request.max_len or request.status is not RequestStatus.RUNNING:
                 continue
-            num_tokens = request.num_ahead - request.num_computed
             num_drafts = 0
             if num_tokens > 1:
                 num_tokens = min(num_tokens, budget, prompt_room, self.max_chunk)
@@ -208,32 +210,35 @@ class Scheduler:
         """Settle the oldest step in flight with its output; return what to tell the front end."""
         record = self.in_flight.popleft()
         assert record.step == output.step, f"output of step {output.step} arrived for step {record.step}"
-        results, singles, column = EngineOutputs(), record.singles, None
-        watched: dict[int, int] = {}
-        if record.batch is not None:
-            column, watched = self._settle_decodes(record.batch, record, output)
-            singles = singles + [(at, record.batch.entries[row]) for at, row in watched.items()]
-            if len(column):
-                results += column
-        if singles:
-            for row, result in self._settle_singles(sorted(singles, key=lambda single: single[0]), output):
-                if column is not None and row in watched:
-                    column.special[watched[row]] = result
-                else:
-                    results.append(result)
+        column, watched = self._settle_decodes(record, output)
+        results, singles, others = EngineOutputs(column), record.singles, []
+        if watched or not record.in_place:
+            singles = sorted([*singles, *((at, entry) for at, (_, entry) in watched.items())], key=lambda each: each[0])
+        for at, result in self._settle_singles(singles, output):
+            if at in watched:
+                column.special[watched[at][0]] = result
+            else:
+                others.append(result)
+        results += others
         return results
 
     def _settle_decodes(
-        self, batch: DecodeBatch, record: StepRecord, output: StepOutput
-    ) -> tuple[TokenColumn, dict[int, int]]:
-        """Settle a step of a batch; return its tokens, and who needs a closer look: row of the step -> of the batch."""
-        num_rows = len(record.rows)
+        self, record: StepRecord, output: StepOutput
+    ) -> tuple[TokenColumn, dict[int, tuple[int, ScheduledEntry]]]:
+        """Settle the members' part of a step; return their tokens, and the members that need a closer look.
+
+        These by their rows in the step: rows in the column, and shares.
+        """
+        batch, num_rows = record.batch, len(record.rows)
         sampled = output.sampled_token_ids[slice(num_rows) if record.in_place else record.rows, 0]
+        if batch is None:
+            return TokenColumn([], sampled, output.step), {}
         watched = batch.advance_grammars(sampled, batch.rows_to_watch(record.index, sampled))
         batch.settle(sampled, watched)
         batch.publish(self.kv, record.index, num_rows, watched)
         req_ids = batch.req_ids if num_rows == len(batch.req_ids) else batch.req_ids[:num_rows]
-        return TokenColumn(req_ids, sampled, output.step), {int(record.rows[row]): row for row in watched}
+        column = TokenColumn(req_ids, sampled, output.step)
+        return column, {int(record.rows[row]): (row, batch.entries[row]) for row in watched}
 
     def _settle_singles(
         self, singles: list[tuple[int, ScheduledEntry]], output: StepOutput
@@ -389,16 +394,11 @@ class Scheduler:
             step=self.step,
             freed_req_ids=sorted(self.rows_to_free),
             new_requests=new_requests,
-            req_ids=rows.req_ids,
-            num_scheduled_tokens=rows.num_scheduled_tokens,
-            num_computed_tokens=rows.num_computed_tokens,
-            yields_token=rows.yields_token,
-            num_draft_tokens=rows.num_draft_tokens,
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
             total_tokens=int(rows.num_scheduled_tokens.sum()) if singles else len(rows.req_ids),
             num_next_drafts=self._num_next_drafts,
-            has_grammar=rows.has_grammar,
+            **rows._asdict(),
         )
         self.rows_to_free.clear()
         self.in_flight.append(record)
