@@ -149,7 +149,7 @@ print(inspect.getsource(prepare._pos_seq_lens_kernel.fn))
 # %% [markdown]
 # ## Now you, in NumPy
 #
-# This is also what a runner that prepares on the host does, before it can copy anything to the device.
+# This is also what `input_prep="host"` does in every step (`workbench/mrv2/runner/v2/host_inputs.py`); you meet it below.
 
 
 # %% jupyter={"source_hidden": true}
@@ -274,8 +274,9 @@ assert after["token_ids"][4, total_len[4]] == 11 and after["last_sampled"][0] ==
 # %% [markdown]
 # ## Host or device: what the host does per step
 #
-# Both runners serve the same requests; we look at the time that the **host** spends inside `execute_model`. V1 builds the inputs there
-# with NumPy; V2 sends an index and submits kernels.
+# The knob `input_prep`. **device**: the host sends an index and submits kernels. **host**: NumPy builds what you just wrote, from
+# tables that the host keeps, and uploads it array by array; the sampled tokens are still put in on the device, which alone knows
+# them. Nothing else changes. We look at the time that the **host** spends inside `execute_model`.
 
 # %%
 from mrv2 import EngineConfig, Knobs, SamplingParams
@@ -290,6 +291,7 @@ core = EngineCore(
         max_model_len=128,
         max_num_seqs=32,
         num_gpu_blocks=300,
+        max_num_spec_tokens=3,
         knobs=Knobs(async_scheduling=False),
     )
 )
@@ -311,23 +313,25 @@ def serve(num_requests: int, length: int) -> tuple[Recorder, dict[str, list[int]
 
 
 def median_us(recorder: Recorder, name: str) -> float:
-    """Return the median length of a host stage in microseconds."""
-    return (
-        float(np.median([s.end_ns - s.start_ns for s in recorder.spans() if s.name == name and s.kind == "host"])) / 1e3
-    )
+    """Return the median length of a host stage in microseconds; 0 if it is not there."""
+    found = [s.end_ns - s.start_ns for s in recorder.spans() if s.name == name and s.kind == "host"]
+    return float(np.median(found)) / 1e3 if found else 0.0
 
 
 # %%
 SIZES = pick([1, 8, 16, 32], [1, 8])
-measured: dict[str, list[float]] = {"v1": [], "v2": []}
-for runner in measured:
-    core.set_knobs(runner=runner)
+measured: dict[str, list[float]] = {}
+building: dict[str, list[float]] = {}
+said: dict[str, list[dict[str, list[int]]]] = {}
+for prep in ("device", "host"):
+    core.set_knobs(input_prep=prep)
     serve(2, 4)  # warm-up
     results = [serve(size, pick(24, 8)) for size in SIZES]
-    measured[runner] = [median_us(recorder, "execute_model") for recorder, _ in results]
-    if runner == "v1":
-        expected = [tokens for _, tokens in results]
-assert [tokens for _, tokens in results] == expected, "the runner changes who prepares, not what is generated"
+    measured[prep] = [median_us(recorder, "execute_model") for recorder, _ in results]
+    building[prep] = [median_us(recorder, "build_inputs") for recorder, _ in results]
+    said[prep] = [tokens for _, tokens in results]
+assert said["host"] == said["device"], "the knob changes who prepares, not what is generated"
+assert all(building["host"]) and not any(building["device"])
 
 # %%
 import plotly.graph_objects as go
@@ -336,15 +340,16 @@ from mrv2.viz import theme
 
 go.Figure(
     [
-        go.Scatter(x=SIZES, y=measured[runner], name=label, mode="lines+markers", line={"color": colour, "dash": dash})
-        for runner, label, colour, dash in (
-            ("v1", "V1: NumPy on the host", "#D55E00", "dash"),
-            ("v2", "V2: kernels on the device", "#0072B2", "solid"),
+        go.Scatter(x=SIZES, y=values, name=label, mode="lines+markers", line={"color": colour, "dash": dash})
+        for values, label, colour, dash in (
+            (measured["host"], "host: execute_model", "#D55E00", "dash"),
+            (building["host"], "host: build_inputs in it", "#D55E00", "dot"),
+            (measured["device"], "device: execute_model", "#0072B2", "solid"),
         )
     ],
     theme.layout(
         theme.theme("light"),
-        title={"text": "Host time inside execute_model, median of the steps"},
+        title={"text": "Host time by input_prep, median of the steps"},
         height=340,
         margin={"t": 80},
         xaxis={"title": {"text": "requests in the batch"}},
@@ -353,22 +358,70 @@ go.Figure(
 )
 
 # %% [markdown]
-# **Look for** two things: which line is higher, and which one grows with the batch. On a CPU the two "devices" share the cores and the
-# [GIL](../docs/glossary.md#gil), so the lines are noisy; the recordings in `traces/` show the same on an H200
-# ([notebook 9](09_nsight.ipynb)).
+# **Look for** two things: which line is higher, and which one grows with the batch. The block tables grow with the longest context
+# that a request may have, too; here that is 128 tokens. On a CPU the two "devices" share the cores and the
+# [GIL](../docs/glossary.md#gil), so the lines are noisy. `runner="v1"` prepares on the host as well, from a dense batch; recordings of
+# both runners on an H200 are in `traces/` ([notebook 9](09_nsight.ipynb)).
+
+# %% [markdown]
+# ## The number that the host lacks
+#
+# So far the host could count: a decode moves each request by one token. With [drafts](../docs/glossary.md#draft) it cannot: how many
+# were kept is known on the device, when the step has run. Whoever builds positions and slots on the host must wait for that number, the
+# [count sync](../docs/glossary.md#count-sync), before the next step can be built. Three drafts, one step launched ahead:
+
+# %%
+waits: dict[str, dict[str, int]] = {}
+drafted: dict[str, Recorder] = {}
+for prep in ("device", "host"):
+    core.set_knobs(input_prep=prep, async_scheduling=True, spec_method="ngram", num_spec_tokens=3)
+    serve(2, 4)
+    before = core.device.waits.copy()
+    drafted[prep], tokens = serve(4, pick(24, 12))
+    waits[prep] = dict(core.device.waits - before)
+    said[prep] = [tokens]
+    print(f"input_prep={prep:6}  waits: {waits[prep]}")
+assert said["host"] == said["device"]
+assert "accepted tokens" not in waits["device"] and waits["host"]["accepted tokens"] > 0
+
+# %%
+import mrv2.trace
+from mrv2.viz import Timeline
+
+trace = mrv2.trace.from_recorder(drafted["host"])
+Timeline(trace, window=trace.steps().take(slice(3, 6)), title="Three steps with drafts, inputs built on the host")
+
+# %% [markdown]
+# **Look for** `wait: accepted tokens` at the start of `execute_model`, `build_inputs` behind it, and the main stream, which has nothing
+# to do from its draft stage until the host is done. One step ahead is what the knob asks for; there is no ahead left.
 
 # %% jupyter={"source_hidden": true}
-recorder, _ = serve(4, 6)  # with V2
-host_names = {s.name for s in recorder.spans() if s.kind == "host"}
-device_names = {s.name for s in recorder.spans() if s.kind == "device"}
+recorder = drafted["host"]
+
+
+def next_stage() -> str:
+    """The host stage that begins first behind each wait for accepted tokens, if it is always the same one."""
+    spans = sorted((s for s in recorder.spans() if s.kind != "device"), key=lambda s: s.start_ns)
+    ends = [s.end_ns for s in spans if s.name == "wait: accepted tokens"]
+    followers = {next(s.name for s in spans if s.start_ns >= end) for end in ends}
+    return followers.pop() if len(followers) == 1 else ""
+
+
 where = Exercise(
     "3.3",
-    "`recorder` holds a run with V2. Where is the stage `prepare_inputs`: among the stages of the **host** or of the **device**? "
-    "Answer with the kind, as the spans say it.",
-    check=lambda a: a == ("device" if "prepare_inputs" in device_names else "host"),
-    hints=["`{span.kind for span in recorder.spans() if span.name == ...}`"],
-    solution='(answer,) = {span.kind for span in recorder.spans() if span.name == "prepare_inputs"}',
-    refuses=["wait"],
+    "`recorder` holds the run with `input_prep='host'`. Which stage of the host begins right after each `wait: accepted tokens`, and "
+    "could not begin before? Answer with its name.",
+    check=lambda a: a == next_stage(),
+    hints=[
+        "`recorder.spans()` has `name`, `kind` ('host', 'wait' or 'device'), `start_ns` and `end_ns`.",
+        "For the end of each wait: the span with the smallest `start_ns` that is not before it, those of the device left out.",
+    ],
+    solution="""
+spans = sorted((s for s in recorder.spans() if s.kind != "device"), key=lambda s: s.start_ns)
+end = next(s.end_ns for s in spans if s.name == "wait: accepted tokens")
+answer = next(s.name for s in spans if s.start_ns >= end)
+""",
+    refuses=["wait: accepted tokens", "prepare_inputs"],
 )
 where
 

@@ -27,6 +27,7 @@ PAIRS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"async_scheduling": False}, {"async_scheduling": True}),
     ({"queue_depth": 4}, {"queue_depth": 2}),
     ({"runner": "v1"}, {"runner": "v2"}),
+    ({"input_prep": "host"}, {"input_prep": "device"}),
     ({"cuda_graphs": "off"}, {"cuda_graphs": "model"}),
     ({"cuda_graphs": "step"}, {"cuda_graphs": "model"}),
     ({"sampler": "softmax_race"}, {"sampler": "gumbel_fused"}),

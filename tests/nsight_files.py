@@ -221,3 +221,65 @@ def worked_example(schema: str = NEW, *, graph_rows: bool = False) -> NsightFile
     file.kernel("orphan", 600 * us, 650 * us)
     file.launch("straddling", 295 * us, 15 * us, 700 * us, 720 * us, 3)
     return file
+
+
+def speculating_steps(
+    schema: str = NEW,
+    *,
+    steps: int = 24,
+    whole_step: bool = True,
+    captured: bool = True,
+    idle_us: int = 4,
+    count_wait: bool = False,
+) -> NsightFile:
+    """Return steps of 100 us of a loop that verifies and drafts, in microseconds of each::
+
+        host    schedule 0-5, execute_model 10-30, wait: output 60-95
+        device  forward 30-50, verify 50-60, post_update 62-66, draft `idle_us` behind it for 12
+
+    Args:
+        whole_step: all of a step is one graph, launched under ``step_graph``; else stages are launched one by one.
+        captured: the capture of that graph was recorded.
+        count_wait: the host also waits for the number of accepted tokens, inside ``sample_tokens`` 40-55.
+    """
+    file, us = NsightFile(schema), 1000
+    file.domain(1, "mrv2")
+    file.category(1, 4, "host stage")
+    file.category(1, 5, "wait")
+    file.category(1, 6, "device stage")
+    draft = 66 + idle_us
+    parts = [("forward", 30, 50), ("verify", 50, 60), ("post_update", 62, 66), ("draft", draft, draft + 12)]
+    table = "CUDA_GRAPH_EVENTS" if schema == OLD else "CUDA_GRAPH_NODE_EVENTS"
+    for node, (name, _, _) in enumerate(parts):
+        at = -1000 * us + 100 * us * node
+        if whole_step and captured:
+            file.nvtx(name, at, at + 50 * us, domainId=1, category=6)
+            times = {"start": at + 10 * us, "end": at + 10 * us, "globalTid": global_tid(TID)}
+            file.add(table, **times, nameId=file.text("create"), graphNodeId=(5 << 32) + node)
+    for step in range(steps):
+        at, corr = 100 * us * step, 10 * step + 1
+
+        def span(name: str, start: float, end: float, category: int, at: int = at, step: int = step) -> None:
+            columns = {"domainId": 1, "category": category, "int64Value": step}
+            file.nvtx(name, at + round(start * us), at + round(end * us), **columns)
+
+        span("schedule", 0, 5, 4)
+        span("execute_model", 10, 30, 4)
+        if whole_step:
+            span("step_graph", 11, 20, 6)
+            file.api("cudaGraphLaunch_v10000", at + 12 * us, at + 18 * us, corr)
+        for node, (name, start, end) in enumerate(parts):
+            if whole_step:
+                file.kernel(name, at + start * us, at + end * us, corr, graphNodeId=(5 << 32) + node)
+            else:
+                span(name, 11 + 3 * node, 13 + 3 * node, 6)
+                file.launch(name, at + (11 + 3 * node) * us, us, at + start * us, at + end * us, corr + node)
+        waits = [("wait: output", 60, 95)]
+        if count_wait:
+            span("sample_tokens", 38, 58, 4)
+            waits.append(("wait: v1: accepted tokens", 40, 55))
+        for place, (name, start, end) in enumerate(waits):
+            span(name, start, end, 5)
+            file.api("cudaEventSynchronize_v3020", at + (start + 1) * us, at + (end - 1) * us, corr + 6 + place)
+            file.sync(1, at + (start + 2) * us, at + (end - 2) * us, corr + 6 + place, eventId=3)
+    return file

@@ -197,7 +197,9 @@ def chain(
     from_target = torch.full((vocab,), -1, dtype=torch.int32, device=device)
     from_target[to_target] = torch.arange(len(to_target), dtype=torch.int32, device=device)
     counts = torch.zeros(vocab**length, dtype=torch.int64, device=device)
-    size = max(1, min(trials, 40_000_000 // (vocab * (num_drafts + 1))))
+    # trials of one batch: on the host its logits fit a core's cache
+    elements = 40_000_000 if torch.device(device).type == "cuda" else 1_000_000
+    size = max(1, min(trials, elements // (vocab * (num_drafts + 1))))
     num_accepted = num_steps = 0
     for begin in range(0, trials, size):
         n = min(size, trials - begin)
@@ -265,13 +267,25 @@ def chain(
     return counts.cpu().numpy(), law.cpu().numpy(), num_accepted / num_steps
 
 
-def chi_square_z(counts: np.ndarray, law: np.ndarray) -> float:
-    """Return how many standard deviations chi-square lies above its mean."""
+def chi_square(counts: np.ndarray, law: np.ndarray) -> tuple[float, int]:
+    """Return chi-square and its degrees of freedom; cells that expect five or fewer are taken together."""
     expected = law * counts.sum()
     seen = expected > 5
     observed = np.append(counts[seen], counts[~seen].sum())
     expected = np.append(expected[seen], expected[~seen].sum())
     used = expected > 0
     chi2 = ((observed[used] - expected[used]) ** 2 / expected[used]).sum()
-    freedom = used.sum() - 1
-    return float((chi2 - freedom) / np.sqrt(2 * freedom))
+    return float(chi2), int(used.sum()) - 1
+
+
+def chi_square_z(counts: np.ndarray, law: np.ndarray) -> float:
+    """Return how many standard deviations chi-square lies above its mean."""
+    chi2, freedom = chi_square(counts, law)
+    return (chi2 - freedom) / (2 * freedom) ** 0.5
+
+
+def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
+    """Return how likely so large a chi-square is where `counts` follow `law`."""
+    chi2, freedom = chi_square(counts, law)
+    half = torch.tensor([freedom, chi2], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(half[0], half[1]))

@@ -89,6 +89,7 @@ class Case:
             runner=self.axes["runner"],
             async_scheduling=mode != "sync",
             queue_depth=1 if mode == "sync" else int(mode[-1]),
+            input_prep=self.axes["input_prep"],
             output_copy=self.axes["output_copy"],
             spec_method=method_of(self.axes["drafter"]),
             draft_sampling=("greedy", "sampled")[self.seed // 3 % 2],
@@ -139,6 +140,7 @@ def draw_case(seed: int) -> Case:
         # verification by probabilities keeps the tokens of greedy requests
         "verification": pick(("token_exact", "standard", "block")),
         "cuda_graphs": ("model", "step")[seed // 5 % 2],
+        "input_prep": ("device", "host")[seed // 4 % 2],
     }
     requests = []
     for _ in range(int(rng.integers(2, 9))):
@@ -209,6 +211,7 @@ def pick_verification(rng: np.random.Generator, axes: dict[str, Any], runner: st
 
 
 def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, Any]:
+    prep = ("device", "host")[int(rng.integers(2))]
     if axes["drafter"] in HEADS or (axes["drafter"] == "ngram" and axes["runner"] == "v1"):
         # of both runners, each with what it has
         runner = ("v1", "v2")[int(rng.integers(2))]
@@ -221,6 +224,7 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
             "verification": pick_verification(rng, axes, runner),
             "async_scheduling": bool(rng.integers(2)) and (runner, method) != ("v1", "ngram"),
             "queue_depth": int(rng.integers(1, 5 if runner == "v2" else 3)),
+            "input_prep": prep,
         }
     if axes["drafter"] != "none":
         methods = ("off", "ngram", *(m for m in SPECULATORS if m == axes["drafter"]))
@@ -232,6 +236,7 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
             "queue_depth": int(rng.integers(1, 5)),
             "cuda_graphs": ("off", "model", "step")[int(rng.integers(3))],
             "adaptive_drafts": not rng.integers(4),
+            "input_prep": prep,
         }
     runner = ("v1", "v2")[int(rng.integers(2))]
     depth = int(rng.integers(1, 5 if runner == "v2" else 3))
@@ -241,6 +246,7 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
         "async_scheduling": bool(rng.integers(2)),
         "queue_depth": depth,
         "cuda_graphs": graphs,
+        "input_prep": prep,
     }
 
 
@@ -316,9 +322,10 @@ def run_case(case: Case, options: dict[str, Any] | None = None) -> int:
         check_outputs(case, collector, expected)
         core.scheduler.check()
         assert core.snapshot().kv_blocks_used == 0, "blocks are held after the last request"
-        # v1 waits for whatever its features need; v2 for nothing but its output
+        # v1 waits for whatever its features need; v2 for nothing but its output, unless the host counts drafts
         v2_waits = {reason for reason in device.waits if not reason.startswith("v1: ")}
-        assert v2_waits <= {"output", "graph capture"}, device.waits
+        counts_drafts = axes["drafter"] != "none" and (axes["switches"] or axes["input_prep"] == "host")
+        assert v2_waits <= {"output", "graph capture", *(["accepted tokens"] * counts_drafts)}, device.waits
         assert v2_waits == set(device.waits) or axes["runner"] == "v1" or axes["switches"], device.waits
         check_wasted_steps(case, core.scheduler.stats.num_wasted_steps)
         return core.executor.runner.stats.num_step_replays

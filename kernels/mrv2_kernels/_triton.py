@@ -28,6 +28,11 @@ except ImportError:
         triton = tl = _Absent()
 
 
+def constant(value: Any) -> Any:
+    """Return a value of a module such that kernels may read it."""
+    return tl.core.constexpr(value) if HAS_TRITON else value
+
+
 def cdiv(a: int, b: int) -> int:
     """Return a / b rounded up; on the host (Triton's own is a traced function, microseconds slower a call)."""
     return -(-a // b)
@@ -38,4 +43,4 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["HAS_TRITON", "cdiv", "next_power_of_2", "tl", "triton"]
+__all__ = ["HAS_TRITON", "cdiv", "constant", "next_power_of_2", "tl", "triton"]

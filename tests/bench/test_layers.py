@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mrv2.bench import layer_problems, layers
+from mrv2.bench import forward_tuning, layer_problems, layers
 from mrv2.bench.bandwidth import Limit
 from mrv2.bench.layer_problems import QWEN3, SMOLLM2, DecodeProblem, Pool, PrefillProblem, check_decode, check_prefill
 from mrv2.bench.layers import LayerTime, candidate, headline, make_record, measure_layers, report
@@ -85,9 +85,10 @@ def test_flops_are_those_of_the_visible_pairs() -> None:
 
 @pytest.mark.parametrize("batch", [1, 8, 32, 64, 256])
 def test_the_plan_in_force_is_among_the_candidates(batch: int) -> None:
+    tiles = {QWEN3: [tile for tile, *_ in forward_tuning.SHAPES[batch]], SMOLLM2: layers.TILES[SMOLLM2.head_dim]}
     for shape in (QWEN3, SMOLLM2):
         plan = decode_plan(batch, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
-        assert (plan.block_n, plan.num_warps, plan.num_stages) in layers.TILES[shape.head_dim]
+        assert (plan.block_n, plan.num_warps, plan.num_stages) in tiles[shape]
         for programs in layers.PROGRAMS:
             assert 1 <= candidate(shape, batch, (64, 4, 3), programs, 256).num_splits <= MAX_SPLITS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import import_module
 
 import pytest
@@ -35,6 +36,10 @@ def test_the_fastest_of_each_group_and_batch_is_found() -> None:
     # 512,000 bytes in 5 us
     assert record["best"]["plain b 256"]["share"] == pytest.approx(512_000 / 5e-6 / 4e12)
     text = report(record)
+    # 512,000 bytes in 10 us at 4 TB/s
+    assert next(line for line in text.splitlines() if line.startswith("plain a") and " x " in line).endswith(
+        "10.0    1%"
+    )
     assert "failed plain a: z: does not compile" in text
     assert "\n" not in json.dumps(headline(record))
 
@@ -83,6 +88,33 @@ def test_it_needs_cuda() -> None:
     device.close()
 
 
-def test_tune_belongs_to_samplers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_belongs_to_parts_with_launches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--tune"]) != 0
-    assert "--samplers --tune" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--samplers --tune" in error and "--layers --tune" in error
+
+
+def test_seconds_belong_to_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--samplers", "--seconds", "5"]) != 0
+    assert "--seconds belongs to --samplers --tune" in capsys.readouterr().err
+    assert main(["bench", "--samplers", "--tune", "--seconds", "0"]) != 0
+    assert "above 0" in capsys.readouterr().err
+
+
+def test_candidates_without_time_left_are_named() -> None:
+    turn = candidates()[:2]
+    assert sampler_tuning._check_in_turn(turn, until=0.0) == ["no time was left"] * 2
+
+
+def test_a_check_that_kills_its_process_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_tuning, "check", _deadly)
+    turn = [Candidate("plain", "v", "m", (), name) for name in ("dies", "works")]
+    reasons = sampler_tuning._check_in_turn(turn, until=float("inf"))
+    assert "BrokenProcessPool" in reasons[0]
+    assert reasons[1] == ""
+
+
+def _deadly(candidate: Candidate) -> str:
+    if candidate.name == "dies":
+        os._exit(3)
+    return ""

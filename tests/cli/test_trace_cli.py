@@ -11,7 +11,7 @@ import pytest
 
 from mrv2.cli import main
 from mrv2.trace import find_leaks, load
-from nsight_files import NsightFile, worked_example
+from nsight_files import NsightFile, speculating_steps, worked_example
 from record.fake_nsys import own_capture
 
 US = 1000
@@ -155,6 +155,23 @@ def test_assertions(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -
     assert [result["ok"] for result in results] == [False]
 
 
+def test_stages_and_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(speculating_steps(idle_us=4).write(tmp_path / "run.sqlite"))
+    gap = ("--stage-gap-p95-us", "verify..draft")
+    found = run_json(capsys, "assert", path, "--max-graph-idle", "0.5", gap[0], f"{gap[1]}=6")
+    assert [(each["ok"], each["statement"]) for each in found] == [
+        (True, "95th percentile of the idle time between 'verify' and 'draft' at most 6 us"),
+        (True, "idle between CUDA graphs at most 50 %"),
+    ]
+    text = run(capsys, "assert", path, "--max-graph-idle", "0.4", gap[0], f"{gap[1]}=5.9", code=1)
+    assert text.count("FAILED") == 2
+    stats = run_json(capsys, "stats", path, "--warmup", "4")
+    assert stats["graph_executions"] == 20
+    assert stats["idle_between_graphs"] == pytest.approx(19 * 48 / (19 * 100 + 52))
+    assert stats["idle_inside_graphs"] == pytest.approx(20 * 6 / (19 * 100 + 52))
+    assert "GPU idle between graphs" in run(capsys, "stats", path)
+
+
 def test_missing_evidence_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     silent = NsightFile()
     silent.domain(1, "mrv2")
@@ -208,6 +225,9 @@ def test_scrub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["assert", "EMPTY", "--overlap", "1.5"], 2, "expected a share from 0 to 1"),
         (["assert", "EMPTY", "--overlap", "schedule="], 2, "expected a share from 0 to 1"),
         (["assert", "EMPTY", "--max-bubble-us", "-1"], 2, "must be at least 0"),
+        (["assert", "EMPTY", "--max-graph-idle", "2"], 2, "expected a share from 0 to 1"),
+        (["assert", "EMPTY", "--stage-gap-p95-us", "verify=10"], 2, "as in verify..draft=10"),
+        (["assert", "EMPTY", "--stage-gap-p95-us", "verify..draft"], 2, "as in verify..draft=10"),
         (["scrub", "FOREIGN", "out"], 1, "scrub knows"),
     ],
 )

@@ -29,6 +29,7 @@ CHANGES = [
     {"async_scheduling": True},
     {"queue_depth": 1},
     {"queue_depth": 2},
+    {"input_prep": "host"},
     {"output_copy": "main_stream"},
     {"output_copy": "side_stream"},
     {"sampler": "softmax_race"},
@@ -40,6 +41,7 @@ CHANGES = [
     {"num_spec_tokens": 1},
     {"spec_method": "off"},
     {"prefill_chunk": 16},
+    {"input_prep": "device"},
     {"prefill_chunk": 0},
 ]
 

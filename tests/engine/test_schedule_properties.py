@@ -60,7 +60,7 @@ def seeds_with(**axes: Any) -> Iterator[int]:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_replays_whole_steps(drafter: str) -> None:
     """The product would prove little about graphs if its steps with drafts fell back to stages."""
-    axes = {"cuda_graphs": "step", "switches": False, "aborts": False, "num_drafts": 2}
+    axes = {"cuda_graphs": "step", "input_prep": "device", "switches": False, "aborts": False, "num_drafts": 2}
     for case in [draw_case(seed) for seed in seeds_with(drafter=drafter, runner="v2")][:2]:
         # no feature takes a batch out of the graphs
         requests = tuple(replace(r, features=None) for r in case.requests)

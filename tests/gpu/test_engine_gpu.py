@@ -119,7 +119,9 @@ def test_live_switches_keep_tokens() -> None:
         {"attention": "sdpa"},
         {"attention": "triton", "cuda_graphs": "model"},
         {"async_scheduling": False},
-        {"output_copy": "main_stream"},
+        {"input_prep": "host"},
+        {"output_copy": "main_stream", "async_scheduling": True},
+        {"input_prep": "device"},
     ):
         collector.step()
         collector.step()

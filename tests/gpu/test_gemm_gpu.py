@@ -26,10 +26,13 @@ PLANS = (
     LinearPlan("gemv", block_n=8),
     LinearPlan("streamed", block_m=16, block_n=32),
     LinearPlan("streamed", block_m=64, block_n=64, splits=2),
+    LinearPlan("turned", block_m=64, block_n=64),
+    LinearPlan("turned", block_m=16, block_n=128, splits=2, num_warps=8, stages=3),
     LinearPlan("resident", block_m=16, block_n=8),
     LinearPlan("resident", block_m=16, block_n=16, splits=2, num_warps=8, stages=2),
     LinearPlan("resident", block_m=32, block_n=32, splits=4),
     LinearPlan("resident", block_m=64, block_n=16, stages=2),
+    LinearPlan("resident", block_m=16, block_n=16, early=True),
 )
 
 
@@ -165,7 +168,13 @@ def test_product_with_eight_bit_weights(num_outputs: int, num_inputs: int, dtype
 
 
 @pytest.mark.parametrize(
-    "plan", [LinearPlan("gemv", block_n=8), LinearPlan("resident", block_m=16, block_n=16)], ids=str
+    "plan",
+    [
+        LinearPlan("gemv", block_n=8),
+        LinearPlan("resident", block_m=16, block_n=16),
+        LinearPlan("resident", block_m=32, block_n=64, num_warps=8, early=True),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_fused_products_with_eight_bit_weights(gated: bool, plan: LinearPlan) -> None:

@@ -106,6 +106,16 @@ def test_any_number_of_rows(num_rows):
         assert not batch.workspace.best.any() and not batch.workspace.arrived.any()
 
 
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("variant", ["gumbel_fused", "gumbel_blocked"])
+def test_a_row_is_drawn_alike_in_any_batch(variant, truncated):
+    """Launches are chosen by the number of rows; they are no part of what is drawn."""
+    logits = make_logits(300, 151_936, torch.bfloat16)
+    drawn = [Batch(n).draw(variant, logits[:n], truncated=truncated) for n in (300, 256, 64, 32, 3, 1)]
+    for tokens in drawn[1:]:
+        assert torch.equal(tokens, drawn[0][: len(tokens)])
+
+
 def test_the_blocked_kernel_draws_what_its_reference_draws():
     from mrv2_kernels.sampling.gumbel_blocked import gumbel_blocked_sample
 

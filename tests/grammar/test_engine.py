@@ -24,6 +24,7 @@ MODES = {
     "depth 2 blocking": Knobs(grammar_overlap="blocking"),
     "depth 4": Knobs(queue_depth=4),
     "main stream copies": Knobs(output_copy="main_stream"),
+    "host inputs": Knobs(input_prep="host"),
     "v1 sync": Knobs(runner="v1", async_scheduling=False),
     "v1 depth 2": Knobs(runner="v1"),
     "v1 blocking": Knobs(runner="v1", grammar_overlap="blocking"),

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from mrv2_kernels.gemm import FP8, LinearPlan, fp8_picks, linear, quantise_rows, why_not
-from mrv2_kernels.gemm.fp8 import FP8_MAX, dequantise_rows
+from mrv2_kernels.gemm.fp8 import FP8_MAX, dequantise_rows, picks_by_rule
 from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
+from mrv2_kernels.gemm.plan import Variant
+from mrv2_kernels.gemm.unpack import E4M3_TO_BF16
 
 SHAPES = ((960, 576), (192, 1536), (48, 64), (80, 272))
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
@@ -54,9 +56,10 @@ def test_a_row_of_zeros_stays_one() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_rows", [1, 7, 33])
 @pytest.mark.parametrize("num_outputs, num_inputs", SHAPES)
-def test_streamed(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("variant", ["streamed", "turned"])
+def test_streamed(variant: Variant, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
     x, weight, scale = made_up(num_rows, num_outputs, num_inputs, dtype)
-    out = linear.triton(x, weight, LinearPlan("streamed", block_m=32, block_n=32), scale=scale)
+    out = linear.triton(x, weight, LinearPlan(variant, block_m=32, block_n=16), scale=scale)
     assert out.dtype == dtype
     assert_close(out, exact(x, weight, scale))
 
@@ -98,12 +101,20 @@ def test_the_library_takes_weights_of_sixteen_bits() -> None:
     "num_outputs, num_inputs", [(4096, 1024), (1024, 3072), (6144, 1024), (28672, 4096), (4096, 14336)]
 )
 def test_every_product_has_a_plan_that_suits_it(num_outputs: int, num_inputs: int) -> None:
-    picks = fp8_picks(torch.device("cuda"), torch.bfloat16, num_outputs, num_inputs)
+    picks = picks_by_rule(torch.bfloat16, num_outputs, num_inputs)
     for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 264, 8192):
         pick = picks.at(num_rows)
-        assert why_not(pick.plan, num_rows, num_outputs, num_inputs, torch.bfloat16) is None, (
-            num_rows,
-            pick.plan.label,
-        )
+        reason = why_not(pick.plan, num_rows, num_outputs, num_inputs, torch.bfloat16, weight_bytes=1)
+        assert reason is None, (num_rows, pick.plan.label)
         assert (pick.plan.variant == "library") == (num_rows > 256)
     assert fp8_picks(torch.device("cpu"), torch.bfloat16, num_outputs, num_inputs).at(1).plan.variant == "library"
+
+
+def test_a_byte_of_e4m3_moved_up_by_four_is_a_bfloat16_too_small_by_the_exponents_biases() -> None:
+    """What `gemm.unpack` does to four bytes at a time, for all 254 that are numbers."""
+    bits = torch.arange(-128, 128, dtype=torch.int16)
+    bits = bits[(bits & 0x7F) != 0x7F]
+    moved = ((bits << 4) & torch.tensor(0x87F0 - (1 << 16), dtype=torch.int16)).view(torch.bfloat16)
+    assert torch.equal(moved.float() * 2.0**120, bits.to(torch.int8).view(FP8).float())
+    up = f"{torch.tensor(2.0**120).bfloat16().view(torch.int16).item():04X}"
+    assert f"0x{up}{up}" in E4M3_TO_BF16.value and "0x87F087F0" in E4M3_TO_BF16.value

@@ -127,7 +127,7 @@ def test_the_split_bound_is_a_power_of_two_that_falls_with_the_batch(num_kv_head
     assert counts[-1] == 1
 
 
-@pytest.mark.parametrize("head_dim, num_kv_heads, measured", [(128, 8, (1, 8, 32, 64, 256)), (64, 3, (1, 32, 256))])
+@pytest.mark.parametrize("head_dim, num_kv_heads, measured", [(128, 8, (1, 8, 16, 32, 64, 256)), (64, 3, (1, 32, 256))])
 def test_a_batch_takes_the_choice_of_the_nearest_measured_one(
     head_dim: int, num_kv_heads: int, measured: tuple[int, ...]
 ) -> None:

@@ -44,6 +44,10 @@ NUM_SLOTS = len(SEEDS)
 LAUNCHES = {
     "one": (BlockedLaunch(), TruncatedLaunch(repeats=2, collect=64)),
     "two": (BlockedLaunch(span=3, is_split=True), TruncatedLaunch(repeats=2, collect=64, is_split=True)),
+    "few": (
+        BlockedLaunch(span=2, is_split=True, pick_warps=1),
+        TruncatedLaunch(repeats=3, collect=128, is_split=True, draw_warps=1),
+    ),
 }
 
 
@@ -146,6 +150,30 @@ def test_the_blocked_kernel_draws_what_its_reference_draws(dtype, kind):
     for truncation in (None, TRUNCATION):
         kernel, reference = both_twins(gumbel_blocked_sample, logits, list(range(NUM_SLOTS)), truncation)
         assert kernel == reference
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("shift", [-400.0, -90.0, 90.0, 400.0])
+def test_masses_of_blocks_neither_overflow_nor_vanish(shift):
+    """A draw does not hang on a constant that is added to all logits, however far ``exp`` of it is from float32."""
+    logits = (make_logits("random", 7, 203, torch.float32) * 8).round() / 8
+    kernel, reference = both_twins(gumbel_blocked_sample, logits + shift, [1] * 7, None)
+    assert kernel == reference == both_twins(gumbel_blocked_sample, logits, [1] * 7, None)[0]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_best_logits_side_by_side_are_no_wide_nucleus(monkeypatch):
+    """The k-th largest maximum of a span lies far below the k-th logit where few spans hold the best: groups decide."""
+    monkeypatch.setattr(gumbel_truncated, "draw_wide_rows", lambda *args, **kwargs: None)
+    launch = TruncatedLaunch(repeats=1, collect=64, is_split=gumbel_truncated.TRUNCATED[0][1].is_split, draw_warps=1)
+    for name, size in {"_LANES": 32, "TRUNCATED": ((1, launch),), "_HOT": 64, "_FEW": 64}.items():
+        monkeypatch.setattr(gumbel_truncated, name, size)
+    # 128 of 1,026 groups, and 8 of 66 spans
+    logits = make_logits("random", 3, 8203, torch.float32)
+    logits[:, 1024:2048] += 20.0
+    truncation = Truncation(torch.zeros(7), torch.full((7,), 20, dtype=torch.int32), torch.ones(7))
+    kernel, reference = both_twins(gumbel_fused_sample, logits, [1, 2, 3], truncation)
+    assert kernel == reference
 
 
 @pytest.mark.usefixtures("small_blocks")

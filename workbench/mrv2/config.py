@@ -44,13 +44,23 @@ class Knobs:
         "How far the host lane runs ahead of the device lane.",
         (1, 2, 3, 4),
     )
+    input_prep: Literal["device", "host"] = _knob(
+        "device",
+        "T",
+        "Who builds the inputs of a v2 step (v1: always the host, in its own way). 'device': kernels, from an index of "
+        "the batch. 'host': NumPy, from what the host knows, uploaded array by array; sampled ids and drafts are put "
+        "in on the device. The host then has to know how many drafts were accepted, so that with speculation it "
+        "waits for each step before it can build the next; cuda_graphs='step' replays 'model'.",
+        "host: build_inputs inside execute_model, which grows with the batch and its block tables; with drafts "
+        "'wait: accepted tokens' before it, and a device that idles meanwhile.",
+    )
     cuda_graphs: Literal["off", "model", "step"] = _knob(
         "model",
         "T",
         "What one CUDA graph per bucket replays: 'model' the forward pass; 'step' everything of a step of decodes or "
         "verifications, from staged writes to the drafts of the next step, and 'model' for the batches that this does "
         "not cover (prompts, sampler features, log probabilities, grammars, steps from one number of drafts to "
-        "another, runner v1); 'off' launches every kernel from Python.",
+        "another, input_prep='host', runner v1); 'off' launches every kernel from Python.",
         "off: the host lane's forward stage grows to the sum of its launches. step: one step_graph stage in the main "
         "lane, and a short execute_model above it. Without CUDA only 'step' has an effect: the same stage, no graph.",
     )
@@ -210,6 +220,10 @@ class Knobs:
             if knobs.verification != "token_exact" and (knobs.drafting or knobs.grammar_drafts):
                 return False
         return self.sampler == other.sampler or {self.sampler, other.sampler} <= set(SAME_TOKEN_SAMPLERS)
+
+    def keeps_rows_of(self, other: Knobs) -> bool:
+        """Say whether a runner may go on under these knobs with the rows that it has under `other`."""
+        return self.runner == other.runner and (self.runner == "v1" or self.input_prep == other.input_prep)
 
     @property
     def depth(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import next_power_of_2, tl, triton
 
 LOG2_E = 1.4426950408889634
 
@@ -127,29 +127,46 @@ def combine_shares(
     num_splits,
     num_shares,
     GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Combine the shares of the GROUP heads from `first_head` on; pointers stand at this request's row."""
+    """Combine the shares of the GROUP heads from `first_head` on; pointers stand at this request's row.
+
+    BLOCK_GROUP heads at a time, whose shares are read together: a power of two.
+    """
     splits = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, BLOCK_D)
     filled = splits < num_shares
     in_head = dims < HEAD_DIM
-    for member in tl.static_range(GROUP):
-        head = first_head + member
-        part = head * num_splits + splits
+    for first in tl.static_range(0, GROUP, BLOCK_GROUP):
+        members = first + tl.arange(0, BLOCK_GROUP)
+        in_group = members < GROUP
+        heads = first_head + members
+        part = heads[:, None] * num_splits + splits[None, :]
+        mask = in_group[:, None] & filled[None, :]
         # other programs wrote these: read them where the writes meet, in L2
-        lse = tl.load(partial_lse_ptr + part, mask=filled, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.exp2(lse - tl.max(lse, axis=0))
+        lse = tl.load(partial_lse_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
         partial = tl.load(
-            partial_out_ptr + part[:, None] * HEAD_DIM + dims[None, :],
-            mask=filled[:, None] & in_head[None, :],
+            partial_out_ptr + part[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=mask[:, :, None] & in_head[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        out = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-        tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)
+        # heads beyond the group weigh nothing, by 1 and not by 0
+        top = tl.where(in_group, tl.max(lse, axis=1), 0.0)
+        weights = tl.exp2(lse - top[:, None])
+        total = tl.where(in_group, tl.sum(weights, axis=1), 1.0)
+        out = tl.sum(partial * weights[:, :, None], axis=1) / total[:, None]
+        offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=in_group[:, None] & in_head[None, :])
+
+
+def heads_at_once(group: int, num_splits: int, block_d: int) -> int:
+    """Return how many heads `combine_shares` reads together: as many as registers allow, a power of two."""
+    wanted = next_power_of_2(group)
+    return max(1, min(wanted, 8192 // (next_power_of_2(num_splits) * block_d)))
 
 
 @dataclass(frozen=True)

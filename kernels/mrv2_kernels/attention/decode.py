@@ -22,7 +22,14 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._reference import attend_paged
-from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs, combine_shares
+from mrv2_kernels.attention._tiles import (
+    LOG2_E,
+    TileShape,
+    attend_tiles,
+    check_inputs,
+    combine_shares,
+    heads_at_once,
+)
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, arrivals_of
 
 # programs up to which a long tile pays for heads of 128: two on each SM of an H200
@@ -53,6 +60,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -127,6 +135,7 @@ def _decode_kernel(
                     num_splits,
                     num_shares,
                     GROUP,
+                    BLOCK_GROUP,
                     HEAD_DIM,
                     BLOCK_D,
                     BLOCK_SPLITS,
@@ -224,6 +233,7 @@ def paged_attention_decode_triton(
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_SPLITS=next_power_of_2(num_splits),
+        BLOCK_GROUP=heads_at_once(group, num_splits, block_d),
         PRECISION="ieee",
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
@@ -266,5 +276,11 @@ def aot_cases() -> list[AotCase]:
     signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "num_splits"), "i32")
     shape = _tile_shape(torch.bfloat16, group=2, block_d=128, num_programs=256)
     constants: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "BLOCK_D": 128}
-    constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_SPLITS": 32, "PRECISION": "ieee"}
+    constants |= {
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "BLOCK_SPLITS": 32,
+        "BLOCK_GROUP": 2,
+        "PRECISION": "ieee",
+    }
     return [AotCase(_decode_kernel, signature, constants, num_warps=shape.num_warps)]

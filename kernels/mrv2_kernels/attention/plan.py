@@ -3,8 +3,13 @@
 Eager steps, graph replays and both runners make the same choice for the same bucket, hence sum in one order;
 how many splits a request uses follows from its own length, on the device.
 
-What was measured (an H200, `mrv2 bench --layers`) are pairs of a request and a KV head at two head sizes; other
-counts of pairs take the choice of the nearest measured one, by ratio.
+What was measured on an H200 are pairs of a request and a KV head at two head sizes; other counts of pairs take the
+choice of the nearest measured one, by ratio.  Heads of 128 in a whole forward pass (`mrv2 bench --layers --tune`,
+traces/bench/h200-forward-tuning.json), heads of 64 launch by launch (`mrv2 bench --layers`).
+
+Tried there too, and of no help (traces/bench/h200-forward-tuning-l2.json): a launch that has the L2 cache fetch the
+weights of the next products, or the next layer's first keys and values, while products leave the memory idle.  A
+forward pass of 8 requests took 831 us and more instead of 815, of 32 requests 1,292 instead of 1,282, of 64 the same.
 """
 
 from __future__ import annotations
@@ -54,11 +59,12 @@ _MEASURED: dict[int, dict[int, DecodeChoice]] = {
         768: DecodeChoice(DecodePlan(32, 4, 4, num_splits=1, tiles_per_split=16)),
     },
     128: {
-        8: DecodeChoice(DecodePlan(128, 4, 2, num_splits=32, tiles_per_split=1), ahead=True),
-        64: DecodeChoice(DecodePlan(128, 4, 2, num_splits=4, tiles_per_split=2)),
-        256: DecodeChoice(DecodePlan(64, 4, 3, num_splits=1, tiles_per_split=4)),
-        512: DecodeChoice(DecodePlan(32, 2, 4, num_splits=1, tiles_per_split=4), ahead=True),
-        2048: DecodeChoice(DecodePlan(32, 2, 4, num_splits=1, tiles_per_split=8), fused=False),
+        8: DecodeChoice(DecodePlan(32, 4, 2, num_splits=32, tiles_per_split=1), ahead=True),
+        64: DecodeChoice(DecodePlan(64, 2, 2, num_splits=8, tiles_per_split=1), ahead=True),
+        128: DecodeChoice(DecodePlan(64, 2, 2, num_splits=4, tiles_per_split=1), ahead=True),
+        256: DecodeChoice(DecodePlan(128, 4, 2, num_splits=1, tiles_per_split=1), ahead=True),
+        512: DecodeChoice(DecodePlan(16, 1, 3, num_splits=1, tiles_per_split=4), ahead=True),
+        2048: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
     },
 }
 

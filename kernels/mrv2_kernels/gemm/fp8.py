@@ -16,8 +16,8 @@ import torch
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.gemm.gemv import MAX_ROWS
-from mrv2_kernels.gemm.picks import Pick, ProductPicks
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
+from mrv2_kernels.gemm.picks import Pick, ProductPicks, picks_for, picks_of
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan
 from mrv2_kernels.gemm.resident import why_not_resident
 
@@ -26,7 +26,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # compute capability from which on kernels convert the format
 MIN_CAPABILITY = (8, 9)
-_BLOCK = 2048
+# of the kernel that makes 16-bit weights again
+_BLOCK_N, _BLOCK_K = 8, 1024
 
 
 def quantise_rows(
@@ -41,12 +42,27 @@ def quantise_rows(
 
 
 @triton.jit
-def _dequantise_rows_kernel(weight_ptr, scale_ptr, out_ptr, num_inputs, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    offsets = row.to(tl.int64) * num_inputs + k
-    weight = tl.load(weight_ptr + offsets, mask=k < num_inputs, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offsets, (weight * tl.load(scale_ptr + row)).to(out_ptr.dtype.element_ty), mask=k < num_inputs)
+def _dequantise_rows_kernel(
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    num_outputs,
+    num_inputs,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (n < num_outputs)[:, None] & (k < num_inputs)[None, :]
+    offsets = n.to(tl.int64)[:, None] * num_inputs + k[None, :]
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + n, mask=n < num_outputs, other=0.0)
+    if PDL:
+        gdc_wait()
+    tl.store(out_ptr + offsets, (weight * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def dequantise_rows_triton(
@@ -60,7 +76,10 @@ def dequantise_rows_triton(
     assert weight.is_contiguous(), f"weights must be contiguous, strides {weight.stride()}"
     num_outputs, num_inputs = weight.shape
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    _dequantise_rows_kernel[(num_outputs, cdiv(num_inputs, _BLOCK))](weight, scale, out, num_inputs, BLOCK=_BLOCK)
+    pdl = has_pdl(weight)
+    _dequantise_rows_kernel[(cdiv(num_outputs, _BLOCK_N), cdiv(num_inputs, _BLOCK_K))](
+        weight, scale, out, num_outputs, num_inputs, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, PDL=pdl, launch_pdl=pdl
+    )
     return out
 
 
@@ -77,31 +96,38 @@ def dequantise_rows_torch(
 
 dequantise_rows = dispatch(dequantise_rows_triton, dequantise_rows_torch)
 
-# (rows up to, plan where it suits the shape, else)
+# without measurement: (rows up to, plan where it suits the shape, else)
 _RULE = (
-    (MAX_ROWS, LinearPlan("gemv", block_n=8), LinearPlan("streamed", block_m=16, block_n=32)),
+    (2, LinearPlan("gemv", block_n=8), LinearPlan("streamed", block_m=16, block_n=32)),
     (16, LinearPlan("resident", block_m=16, block_n=16, stages=4), LinearPlan("streamed", block_m=16, block_n=32)),
-    (32, LinearPlan("resident", block_m=32, block_n=16, stages=2), LinearPlan("streamed", block_m=32, block_n=32)),
-    (64, LinearPlan("streamed", block_m=64, block_n=32), LIBRARY),
-    (256, LinearPlan("streamed", block_m=64, block_n=64), LIBRARY),
+    (32, LinearPlan("resident", block_m=32, block_n=16, stages=4), LinearPlan("streamed", block_m=32, block_n=32)),
+    (256, LinearPlan("turned", block_m=64, block_n=64), LIBRARY),
 )
 # a row of inputs that `gemv` keeps in registers
 _MAX_GEMV_INPUTS = 4096
 
 
 def fp8_picks(device: torch.device, dtype: torch.dtype, num_outputs: int, num_inputs: int) -> ProductPicks:
-    """Return how products with 8-bit weights are computed: by a rule of the number of rows, not yet by measurement.
+    """Return how products with 8-bit weights are computed: as measured, or else by a rule of the number of rows.
 
     The host, and dtypes other than bfloat16 and float16, take the reference and the library.
     """
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or num_inputs % 16 or num_outputs % 16:
+    if device.type != "cuda":
+        return ProductPicks()
+    measured = picks_of(picks_for(device, dtype, "fp8"), num_outputs, num_inputs)
+    return measured if measured.picks else picks_by_rule(dtype, num_outputs, num_inputs)
+
+
+def picks_by_rule(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> ProductPicks:
+    """Return how products with 8-bit weights are computed on a GPU that nobody measured."""
+    if dtype not in (torch.bfloat16, torch.float16) or num_inputs % 16 or num_outputs % 16:
         return ProductPicks()
     picks = []
     for _, plan, instead in _RULE:
         if plan.variant == "gemv":
             suits = num_inputs <= _MAX_GEMV_INPUTS
         else:
-            suits = plan.variant == "streamed" or why_not_resident(plan, num_outputs, num_inputs, dtype) is None
+            suits = plan.variant == "turned" or why_not_resident(plan, num_outputs, num_inputs, dtype, 1) is None
         chosen = plan if suits else instead
         picks.append(Pick(chosen, chosen if chosen.variant == "gemv" else None))
     return ProductPicks(tuple(rows for rows, _, _ in _RULE), tuple(picks))
@@ -109,5 +135,7 @@ def fp8_picks(device: torch.device, dtype: torch.dtype, num_outputs: int, num_in
 
 def aot_cases() -> list[AotCase]:
     """Return representative signatures."""
-    signature = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "out_ptr": "*bf16", "num_inputs": "i32"}
-    return [AotCase(_dequantise_rows_kernel, signature, {"BLOCK": _BLOCK}, aligned=frozenset(signature))]
+    pointers = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
+    signature = pointers | {"num_outputs": "i32", "num_inputs": "i32"}
+    constants: dict[str, object] = {"BLOCK_N": _BLOCK_N, "BLOCK_K": _BLOCK_K, "PDL": True}
+    return [AotCase(_dequantise_rows_kernel, signature, constants, aligned=frozenset(signature))]

@@ -20,14 +20,16 @@ from mrv2_kernels.gemm.resident import resident_linear, why_not_resident
 from mrv2_kernels.gemm.streamed import streamed_linear, why_not_streamed
 
 
-def why_not(plan: LinearPlan, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> str | None:
-    """Return why a plan does not suit a product, or None."""
+def why_not(
+    plan: LinearPlan, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, weight_bytes: int = 2
+) -> str | None:
+    """Return why a plan does not suit a product with weights of so many bytes each, or None."""
     if plan.variant == "gemv":
         return None if num_rows <= MAX_ROWS else f"{num_rows} rows, at most {MAX_ROWS}"
-    if plan.variant == "streamed":
+    if plan.variant in ("streamed", "turned"):
         return why_not_streamed(plan, num_outputs, num_inputs, dtype)
     if plan.variant == "resident":
-        return why_not_resident(plan, num_outputs, num_inputs, dtype)
+        return why_not_resident(plan, num_outputs, num_inputs, dtype, weight_bytes)
     return None
 
 
@@ -50,7 +52,7 @@ def linear_triton(
     """
     if plan.variant == "gemv":
         return gemv_triton(x, weight, plan, scale=scale, out=out)
-    if plan.variant == "streamed":
+    if plan.variant in ("streamed", "turned"):
         return streamed_linear(x, weight, plan, workspace, out, scale)
     if plan.variant == "resident":
         return resident_linear(x, weight, plan, workspace, out, scale)

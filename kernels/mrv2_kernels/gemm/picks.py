@@ -1,8 +1,9 @@
 """Which plan computes which product: a table measured per GPU, read once.
 
-The choice is a function of the GPU, the dtype, the padded number of rows and the shape of the weights alone, never
-of what else runs: so a token's arithmetic is the same in every step that pads to the same number of rows.  Numbers of
-rows between two that were measured take the greater one's plan.  Whatever lies beyond the table is the library's.
+The choice is a function of the GPU, the dtype, how weights are kept, the padded number of rows and the shape of the
+weights alone, never of what else runs: so a token's arithmetic is the same in every step that pads to the same number
+of rows.  Numbers of rows between two that were measured take the greater one's plan.  Whatever lies beyond the table
+is the library's.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ def read_picks(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, Pi
     return found
 
 
-def write_picks(gpu: str, entries: Iterable[Mapping[str, Any]], path: Path = TABLE) -> None:
-    """Replace a GPU's picks in the table by those of a benchmark record (its ``picks``)."""
+def write_picks(
+    gpu: str, entries: Iterable[Mapping[str, Any]], path: Path = TABLE, quantization: str | None = None
+) -> None:
+    """Replace a GPU's picks in the table by those of a benchmark record (its ``picks``, ``quantization``)."""
     table = json.loads(path.read_text(encoding="utf-8"))
-    table[gpu] = [dict(entry) for entry in entries]
+    table[table_key(gpu, quantization)] = [dict(entry) for entry in entries]
     read_picks(table)
     lines = [
         f"  {json.dumps(name)}: [\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in each) + "\n  ]"
@@ -93,12 +96,17 @@ def _table() -> dict[str, Picks]:
     return read_picks(json.loads(TABLE.read_text(encoding="utf-8")))
 
 
+def table_key(gpu: str, quantization: str | None = None) -> str:
+    """Return under which name the table has a GPU's picks for weights that are kept so."""
+    return gpu if quantization is None else f"{gpu}, {quantization}"
+
+
 @cache
-def picks_for(device: torch.device, dtype: torch.dtype) -> Picks:
+def picks_for(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> Picks:
     """Return the picks for a device; none on the host, for a GPU that nobody measured and but for bfloat16."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return {}
-    return _table().get(torch.cuda.get_device_name(device), {})
+    return _table().get(table_key(torch.cuda.get_device_name(device), quantization), {})
 
 
 def as_entry(

@@ -9,7 +9,7 @@ import torch
 
 from mrv2_kernels._triton import cdiv
 
-Variant = Literal["library", "gemv", "streamed", "resident"]
+Variant = Literal["library", "gemv", "streamed", "turned", "resident"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 
@@ -18,7 +18,7 @@ class LinearPlan:
     """A variant and its tile; ``library`` is torch's own product and ignores the rest.
 
     A program computes `block_m` rows x `block_n` outputs over 1 / `splits` of the inputs, with `num_warps` warps
-    and `stages` blocks of inputs in flight.  Only `ahead` leaves the result as it is.
+    and `stages` blocks of inputs in flight.  Only `ahead` and `early` leave the result as it is.
     """
 
     variant: Variant
@@ -29,6 +29,8 @@ class LinearPlan:
     stages: int = 4
     # start before the predecessor has ended, where the device can
     ahead: bool = True
+    # of ``resident``: weights are in registers, of the dtype of x, before the predecessor has ended
+    early: bool = False
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
@@ -43,7 +45,7 @@ class LinearPlan:
         """Short name, as in ``resident m16 n32 s1 w4 x4``."""
         if self.variant == "library":
             return self.variant
-        late = "" if self.ahead else " late"
+        late = ("" if self.ahead else " late") + (" early" if self.early else "")
         return f"{self.variant} m{self.block_m} n{self.block_n} s{self.splits} w{self.num_warps} x{self.stages}{late}"
 
 

@@ -18,7 +18,9 @@ The norm multiplies x by its weights on the way from shared memory to the tensor
 adds up its rows' squares meanwhile, and the product is divided by their root at the end.  A gated product keeps rows
 of gate and up in turns, so that a thread holds both of an output.
 
-Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): they wait as such and are converted in registers.
+Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): they wait as such and are converted in registers
+(`gemm.unpack`).  There a thread holds four weights of a row in one word, so the columns of a chunk are multiplied in
+another order than 16-bit ones.
 
 Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 421 us at 8 rows (562
 without starting ahead; the library 630), 433 at 16, 635 at 32 and 1,014 at 64 (the library 658 and 677): x, which each
@@ -35,11 +37,21 @@ from mrv2_kernels._triton import cdiv
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.gemm.plan import LinearPlan, LinearWorkspace
+from mrv2_kernels.gemm.unpack import E4M3_TO_BF16, unpacks
 
 # columns of a warp's share of a chunk: rows of 128 bytes
 KW = 64
 # what a program may have on Hopper and Blackwell, less what the sum over warps and the compiler take
 _SHARED_BYTES = 224 << 10
+
+
+@gluon.jit
+def _unpacked(weight, DTYPE: gl.constexpr, UNPACK: gl.constexpr):
+    """Weights as the tensor cores take them."""
+    if UNPACK:
+        return gl.inline_asm_elementwise(E4M3_TO_BF16, "=r,=r,r", [weight], dtype=gl.bfloat16, is_pure=True, pack=4)
+    else:
+        return weight.to(DTYPE)
 
 
 # a count of rows must neither become a constant nor make variants
@@ -69,16 +81,23 @@ def _resident_linear_kernel(
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     HAS_SCALE: gl.constexpr,
+    UNPACK: gl.constexpr,
+    EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
     W: gl.constexpr = gl.num_warps()
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    # 8-bit weights: a thread's four of a row are one word, and four of x two, free of bank conflicts
+    K_WIDTH: gl.constexpr = 4 if HAS_SCALE else 2
+    X_SHARED: gl.constexpr = gl.SwizzledSharedLayout(16 if HAS_SCALE else 8, 1, 4 if HAS_SCALE else 8, [2, 1, 0])
+    W_SHARED: gl.constexpr = gl.SwizzledSharedLayout(16, 2, 4, [2, 1, 0]) if HAS_SCALE else X_SHARED
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # eight threads copy a row of 128 bytes, 16 bytes each
     COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [W, 1, 1], [2, 1, 0])
+    # four one of 64 bytes
+    W_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 8, 4], [W, 1, 1], [2, 1, 0]) if HAS_SCALE else COPY
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, K_WIDTH)
+    B: gl.constexpr = gl.DotOperandLayout(1, ACC, K_WIDTH)
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [W, 1], [1, 0])
     # a warp's row of the norm's weights
     NORM: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [W, 1], [1, 0])
@@ -90,22 +109,21 @@ def _resident_linear_kernel(
     split = gl.program_id(1)
     first_row = gl.program_id(2) * BLOCK_M
     # [chunk, warp, row, column]
-    w_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [CHUNKS, W, BLOCK_N, KW], SHARED)
-    x_shared = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, W, BLOCK_M, KW], SHARED)
-    i_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
-    i_k = gl.arange(0, KW, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
-    i_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+    w_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [CHUNKS, W, BLOCK_N, KW], W_SHARED)
+    x_shared = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, W, BLOCK_M, KW], X_SHARED)
+    i_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, W_COPY)))[:, None, None]
+    i_k = gl.arange(0, KW, gl.SliceLayout(0, gl.SliceLayout(1, W_COPY)))[None, None, :]
+    i_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, W_COPY)))[None, :, None]
     # the output that a row of weights is for
     i_o = tile * WIDTH + (i_n // 2 if GATED else i_n)
-    i_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None] + first_row
-    k = split * (CHUNKS * W * KW) + i_w * KW + i_k
+    w_k = split * (CHUNKS * W * KW) + i_w * KW + i_k
     w_row = i_o.to(gl.int64)
     if GATED:
         w_row += (i_n % 2) * num_outputs
-    w_ptrs = weight_ptr + w_row * num_inputs + k
+    w_ptrs = weight_ptr + w_row * num_inputs + w_k
     for c in gl.static_range(CHUNKS):
         # masked elements arrive as zeros
-        mask = (i_o < num_outputs) & (k + c * W * KW < num_inputs)
+        mask = (i_o < num_outputs) & (w_k + c * W * KW < num_inputs)
         ampere.async_copy.async_copy_global_to_shared(w_shared.index(c), w_ptrs + c * W * KW, mask=mask)
         ampere.async_copy.commit_group()
     if HAS_NORM:
@@ -120,6 +138,16 @@ def _resident_linear_kernel(
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None] + first_row
     o_n = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :] + tile * WIDTH
     o_mask = (o_m < num_rows) & (o_n < num_outputs)
+    x_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    x_k = gl.arange(0, KW, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    i_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None] + first_row
+    k = split * (CHUNKS * W * KW) + x_w * KW + x_k
+    if EARLY:
+        # into registers while the predecessor runs
+        ampere.async_copy.wait_group(0)
+        early = ()
+        for c in gl.static_range(CHUNKS):
+            early += (_unpacked(w_shared.index(c).permute((0, 2, 1)).load(B), x_ptr.dtype.element_ty, UNPACK),)
     if PDL:
         gdc_wait()
     x_ptrs = x_ptr + i_m.to(gl.int64) * x_stride + k
@@ -134,14 +162,15 @@ def _resident_linear_kernel(
     for c in gl.static_range(CHUNKS):
         ampere.async_copy.wait_group(STAGES - 1 if c + STAGES <= CHUNKS else CHUNKS - 1 - c)
         a = x_shared.index(c % STAGES).load(A)
-        b = w_shared.index(c).permute((0, 2, 1)).load(B)
+        if EARLY:
+            b = early[c]
+        else:
+            b = _unpacked(w_shared.index(c).permute((0, 2, 1)).load(B), x_ptr.dtype.element_ty, UNPACK)
         if HAS_NORM:
             wide = a.to(gl.float32)
             squares += wide * wide
             scale = gl.expand_dims(norm_shared.index(c).load(gl.SliceLayout(1, A)), 1)
             a = (wide * scale.to(gl.float32)).to(x_ptr.dtype.element_ty)
-        if HAS_SCALE:
-            b = b.to(x_ptr.dtype.element_ty)
         acc = ampere.mma_v2(a, b, acc)
         if c + STAGES < CHUNKS:
             mask = (i_m < num_rows) & (k + (c + STAGES) * W * KW < num_inputs)
@@ -186,15 +215,17 @@ def num_chunks(plan: LinearPlan, num_inputs: int) -> int:
     return cdiv(num_inputs, plan.splits * plan.num_warps * KW)
 
 
-def shared_bytes(plan: LinearPlan, num_inputs: int) -> int:
-    """Return the shared memory of a program in bytes, at 2 bytes an element."""
+def shared_bytes(plan: LinearPlan, num_inputs: int, weight_bytes: int = 2) -> int:
+    """Return the shared memory of a program in bytes, at 2 bytes an input and `weight_bytes` a weight."""
     chunks = num_chunks(plan, num_inputs)
-    row = 2 * plan.num_warps * KW
-    return row * (chunks * plan.block_n + min(plan.stages, chunks) * plan.block_m)
+    row = plan.num_warps * KW
+    return row * (weight_bytes * chunks * plan.block_n + 2 * min(plan.stages, chunks) * plan.block_m)
 
 
-def why_not_resident(plan: LinearPlan, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> str | None:
-    """Return why a plan does not suit a shape, or None."""
+def why_not_resident(
+    plan: LinearPlan, num_outputs: int, num_inputs: int, dtype: torch.dtype, weight_bytes: int = 2
+) -> str | None:
+    """Return why a plan does not suit a shape with weights of so many bytes, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype}: only bfloat16 and float16"
     if num_inputs % 16 or num_outputs % 16:
@@ -204,7 +235,8 @@ def why_not_resident(plan: LinearPlan, num_outputs: int, num_inputs: int, dtype:
     if (plan.splits - 1) * num_chunks(plan, num_inputs) * plan.num_warps * KW >= num_inputs:
         return f"{num_inputs} inputs leave nothing to the last of {plan.splits} splits"
     # the sum over warps reuses the space; two bytes an input for the weights of a norm
-    wanted = 2 * num_inputs + max(shared_bytes(plan, num_inputs), 4 * plan.num_warps * plan.block_m * plan.block_n)
+    sums = 4 * plan.num_warps * plan.block_m * plan.block_n
+    wanted = 2 * num_inputs + max(shared_bytes(plan, num_inputs, weight_bytes), sums)
     return None if wanted <= _SHARED_BYTES else f"{wanted >> 10} KiB of shared memory: {_SHARED_BYTES >> 10} at most"
 
 
@@ -233,7 +265,7 @@ def resident_linear(
     splits the inputs of more than a bare product.
     """
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0] // (2 if gated else 1)
-    reason = why_not_resident(plan, num_outputs, num_inputs, x.dtype)
+    reason = why_not_resident(plan, num_outputs, num_inputs, x.dtype, weight.element_size())
     if plan.splits > 1 and (norm is not None or gated or residual is not None):
         reason = "partial sums leave no room for norm, gate or residual"
     if reason is not None:
@@ -275,6 +307,8 @@ def resident_linear(
         STAGES=min(plan.stages, chunks),
         SPLITS=plan.splits,
         HAS_SCALE=scale is not None,
+        UNPACK=unpacks(x, scale),
+        EARLY=plan.early,
         PDL=pdl,
         num_warps=plan.num_warps,
         launch_pdl=pdl,
@@ -288,7 +322,8 @@ def aot_cases() -> list[AotCase]:
     others = {"scale_ptr": "*fp32", "partials_ptr": "*fp32", "counters_ptr": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride", "residual_stride"), "i32")
     constants: dict[str, object] = {"KW": KW, "EPS": 1e-6, "PDL": True}
-    bare: dict[str, object] = dict.fromkeys(("HAS_NORM", "GATED", "HAS_RESIDUAL", "HAS_SCALE"), False)
+    flags = ("HAS_NORM", "GATED", "HAS_RESIDUAL", "HAS_SCALE", "UNPACK", "EARLY")
+    bare: dict[str, object] = dict.fromkeys(flags, False)
     whole: dict[str, object] = {"BLOCK_M": 16, "BLOCK_N": 32, "CHUNKS": 4, "STAGES": 4, "SPLITS": 1}
     shapes: list[dict[str, object]] = [
         bare | whole,
@@ -296,7 +331,8 @@ def aot_cases() -> list[AotCase]:
         bare | whole | {"HAS_NORM": True, "GATED": True, "BLOCK_M": 32},
         bare | whole | {"HAS_RESIDUAL": True, "BLOCK_N": 8},
         bare | whole | {"HAS_SCALE": True, "BLOCK_N": 16},
-        bare | whole | {"HAS_SCALE": True, "HAS_NORM": True, "GATED": True},
+        bare | whole | {"HAS_SCALE": True, "UNPACK": True, "HAS_NORM": True, "GATED": True},
+        bare | whole | {"HAS_SCALE": True, "UNPACK": True, "EARLY": True, "BLOCK_N": 16},
     ]
     signature = pointers | others | sizes
     aligned = frozenset(signature) - {"num_rows"}

@@ -7,7 +7,9 @@ take one more hop after the wait, but a program needs little shared memory and a
 Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 814 us at 8 rows, 923
 at 32 and 721 at 64, where the library takes 631, 656 and 673.  It is picked nowhere: L2 does not hide the hop.
 
-Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): half the traffic, converted in registers.
+Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): half the traffic, converted in registers
+(`gemm.unpack`).  The variant ``turned`` computes the transpose, weight @ x.T: from compute capability 9.0 on, tensor
+cores take the first operand from registers, where converted weights are, and only the second from shared memory.
 
 Splits of the inputs write partial sums to a workspace; the last program of a tile to arrive adds them in their order.
 """
@@ -20,6 +22,7 @@ from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.gemm.plan import LinearPlan, LinearWorkspace
+from mrv2_kernels.gemm.unpack import E4M3_TO_BF16, unpacks
 
 BLOCK_K = 128
 
@@ -45,6 +48,8 @@ def _streamed_linear_kernel(
     STAGES: tl.constexpr,
     SEGMENTS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    UNPACK: tl.constexpr,
+    TURNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -73,14 +78,26 @@ def _streamed_linear_kernel(
                 pack=1,
             )
         gdc_wait()
-    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    if TURNED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     x_rows = x_ptr + m.to(tl.int64)[:, None] * x_stride
     last = tl.minimum(first + SPLIT_INPUTS, num_inputs)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_rows + k[None, :], mask=(m < num_rows)[:, None] & (k < last)[None, :], other=0.0)
         w = tl.load(w_rows + k[None, :], mask=(n < num_outputs)[:, None] & (k < last)[None, :], other=0.0)
-        acc = tl.dot(x, w.to(x.dtype).T, acc, input_precision="ieee", out_dtype=ACC)
+        if UNPACK:
+            w = tl.inline_asm_elementwise(E4M3_TO_BF16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
+        else:
+            w = w.to(x.dtype)
+        if TURNED:
+            acc = tl.dot(w, x.T, acc, input_precision="ieee", out_dtype=ACC)
+        else:
+            acc = tl.dot(x, w.T, acc, input_precision="ieee", out_dtype=ACC)
+    if TURNED:
+        acc = acc.T
     if HAS_SCALE:
         acc = acc * tl.load(scale_ptr + n, mask=n < num_outputs, other=0.0).to(ACC)[None, :]
     mask = (m < num_rows)[:, None] & (n < num_outputs)[None, :]
@@ -172,6 +189,8 @@ def streamed_linear(
         STAGES=plan.stages,
         SEGMENTS=segments,
         HAS_SCALE=scale is not None,
+        UNPACK=unpacks(x, scale),
+        TURNED=plan.variant == "turned",
         PDL=pdl,
         num_warps=plan.num_warps,
         launch_pdl=pdl,
@@ -185,10 +204,13 @@ def aot_cases() -> list[AotCase]:
     others = {"scale_ptr": "*fp32", "partials_ptr": "*fp32", "counters_ptr": "*i32"}
     sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride"), "i32")
     constants: dict[str, object] = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": BLOCK_K, "STAGES": 4, "PDL": True}
+    constants |= {"UNPACK": False, "TURNED": False}
+    turned: dict[str, object] = {"SPLITS": 1, "SEGMENTS": 2, "HAS_SCALE": True, "UNPACK": True, "TURNED": True}
     shapes: list[dict[str, object]] = [
         {"SPLIT_INPUTS": 1024, "SPLITS": 1, "SEGMENTS": 4, "HAS_SCALE": False},
         {"SPLIT_INPUTS": 768, "SPLITS": 4, "SEGMENTS": 0, "HAS_SCALE": False},
         {"SPLIT_INPUTS": 1024, "SPLITS": 1, "SEGMENTS": 4, "HAS_SCALE": True, "BLOCK_M": 64, "BLOCK_N": 64},
+        *({**turned, "SPLIT_INPUTS": 1024, "BLOCK_M": m, "BLOCK_N": 64} for m in (64, 128)),
     ]
     signature = pointers | others | sizes
     aligned = frozenset(signature) - {"num_rows"}

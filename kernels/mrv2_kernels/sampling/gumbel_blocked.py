@@ -31,30 +31,38 @@ from mrv2_kernels.sampling.truncation import Truncation, is_truncated
 from mrv2_kernels.sampling.workspace import DrawWorkspace
 
 # part of the definition: another size draws other tokens
-_BLOCK = 4096
+_BLOCK = 1024
 _STEP = 512
 # they order the sums of a block, so they must not hang on the batch
-_NUM_WARPS = 2
-_PICK_WARPS = 8
+_NUM_WARPS = 1
 # block b's noise is that of token 2^24 + b, which no vocabulary has; the kernel spells the number out
 _FIRST_BLOCK = 1 << 24
 
 
 @triton.jit
-def _log_mass(logits, temperature):
-    """Return L_b, or the largest logit where the temperature is 0; NaN if the block holds one."""
+def _log_mass(logits, row_ptr, start, vocab, temperature, BLOCK: tl.constexpr):
+    """Return L_b, or the largest logit where the temperature is 0; NaN if the block holds one.
+
+    `logits` may hold anything beyond the vocabulary.
+    """
+    scale = 1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature)
+    mass = tl.sum(flushed_exp2(logits.to(tl.float32) * scale), axis=0)
+    top = tl.log2(mass) * 0.6931471805599453
+    # of a larger mass nothing was lost: no term overflowed, and what was flushed is below 2^12 * 2^-126
+    is_exact = (mass > 8.077935669463161e-28) & (mass < float("inf"))
+    if not (is_exact & (temperature != 0.0) & (start + BLOCK <= vocab)):
+        top = _guarded_log_mass(block_logits(row_ptr, start, vocab, BLOCK), temperature)
+    return top
+
+
+@triton.jit
+def _guarded_log_mass(logits, temperature):
+    """Return what `_log_mass` does, by exponentials relative to the largest logit."""
     logits = logits.to(tl.float32)
     top = max_or_nan(logits)
     if (temperature != 0.0) & (tl.abs(top) < float("inf")):
-        scale = 1.4426950408889634 / temperature
-        shift = top * scale
-        if tl.abs(shift) < 65536.0:
-            # the rounding of `shift` is the same in all terms and in the sum's logarithm
-            mass = tl.sum(flushed_exp2(tl.fma(logits, scale, -shift)), axis=0)
-            top = (shift + tl.log2(mass)) * 0.6931471805599453
-        else:
-            mass = tl.sum(flushed_exp2((logits - top) * scale), axis=0)
-            top = tl.div_rn(top, temperature) + tl.log(mass)
+        mass = tl.sum(flushed_exp2((logits - top) * (1.4426950408889634 / temperature)), axis=0)
+        top = tl.div_rn(top, temperature) + tl.log(mass)
     return top
 
 
@@ -87,6 +95,13 @@ def _draw_row(
 
 
 @triton.jit
+def _logits_before(row_ptr, start, end, BLOCK: tl.constexpr):
+    """Load a block, anything from `end` on; without a branch, so that nothing waits for it early. [BLOCK]"""
+    token = start + tl.arange(0, BLOCK)
+    return tl.load(row_ptr + token, mask=token < end)
+
+
+@triton.jit
 def _blocked_kernel(
     sampled_ptr,
     sampled_stride,
@@ -114,29 +129,34 @@ def _blocked_kernel(
 ):
     """Store the L_b of SPAN blocks; unless IS_SPLIT, the program that arrives last at a row draws."""
     if PDL:
+        # in this order: what the second launch reads before its own wait was written before this one ended
+        gdc_wait()
         gdc_launch_dependents()
     # row by row: the ends of rows lie beside the reading of others
     row = (tl.program_id(0) // GROUPS).to(tl.int64)
     first = tl.program_id(0) % GROUPS * SPAN
     row_ptr = logits_ptr + row * logits_stride
+    end = tl.minimum((first + SPAN) * BLOCK, vocab)
     if not TRUNCATED:
         # on their way before the parameters, which hang on each other
-        ahead = block_logits(row_ptr, first * BLOCK, vocab, BLOCK)
+        ahead = _logits_before(row_ptr, first * BLOCK, end, BLOCK)
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     is_plain = True
     if TRUNCATED:
         is_plain = not is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
     if is_plain:
-        if TRUNCATED:
-            ahead = block_logits(row_ptr, first * BLOCK, vocab, BLOCK)
         masses_ptr += row * num_blocks
-        for step in tl.static_range(SPAN):
+        last = first + SPAN
+        if SPAN > 1:
+            last = tl.minimum(last, num_blocks)
+        if TRUNCATED:
+            ahead = _logits_before(row_ptr, first * BLOCK, end, BLOCK)
+        for block in range(first, last):
             logits = ahead
-            if step + 1 < SPAN:
-                ahead = block_logits(row_ptr, (first + step + 1) * BLOCK, vocab, BLOCK)
-            # beyond the last block all is -inf, and nothing is stored
-            tl.store(masses_ptr + first + step, _log_mass(logits, temperature), mask=first + step < num_blocks)
+            ahead = _logits_before(row_ptr, (block + 1) * BLOCK, end, BLOCK)
+            log_mass = _log_mass(logits, row_ptr, block * BLOCK, vocab, temperature, BLOCK)
+            tl.store(masses_ptr + block, log_mass)
         if not IS_SPLIT:
             tl.debug_barrier()
             if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == GROUPS - 1:
@@ -228,7 +248,7 @@ def gumbel_blocked_sample_triton(
             return
     min_p, top_k, top_p = (temperature,) * 3 if truncation is None else truncation[:3]
     launch = launch_of(BLOCKED, num_rows)
-    pdl = launch.is_split and has_pdl(logits)
+    pdl = has_pdl(logits)
     num_blocks = cdiv(vocab, _BLOCK)
     num_groups = cdiv(num_blocks, launch.span)
     masses = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
@@ -254,6 +274,7 @@ def gumbel_blocked_sample_triton(
         GROUPS=num_groups,
         PDL=pdl,
         num_warps=_NUM_WARPS,
+        launch_pdl=pdl,
     )
     if launch.is_split:
         _pick_kernel[(num_rows,)](
@@ -266,7 +287,7 @@ def gumbel_blocked_sample_triton(
             num_blocks,
             **constants,
             PDL=pdl,
-            num_warps=_PICK_WARPS,
+            num_warps=launch.pick_warps,
             launch_pdl=pdl,
         )
 
@@ -349,8 +370,8 @@ def aot_cases() -> list[AotCase]:
                 "TRUNCATED": truncated,
                 "IS_SPLIT": is_split,
                 "SPAN": span,
-                "GROUPS": cdiv(38, span),
-                "BLOCKS": 64,
+                "GROUPS": cdiv(149, span),
+                "BLOCKS": 256,
                 "BLOCK": _BLOCK,
                 "STEP": _STEP,
                 "PDL": is_split,
@@ -359,14 +380,14 @@ def aot_cases() -> list[AotCase]:
             aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
         )
         for dtype in ("bf16", "fp32")
-        for truncated, is_split, span in ((False, True, 1), (True, False, 2))
+        for truncated, is_split, span in ((False, True, 1), (True, False, 2), (False, True, 10))
     ]
     picks = [
         AotCase(
             kernel=_pick_kernel,
             signature=_signature(dtype),
-            constexprs={"TRUNCATED": True, "BLOCKS": 64, "BLOCK": _BLOCK, "STEP": _STEP, "PDL": True},
-            num_warps=_PICK_WARPS,
+            constexprs={"TRUNCATED": True, "BLOCKS": 256, "BLOCK": _BLOCK, "STEP": _STEP, "PDL": True},
+            num_warps=4,
             aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
         )
         for dtype in ("bf16", "fp32")

@@ -2,8 +2,9 @@
 
 A program reads one chunk of a row and keeps the maximum of each group of tokens.  The program that arrives last at
 a row, or one of a second launch (`launches` decides by the batch), bounds the smallest kept logit from below by these
-maxima (by the k-th largest one, or by ``max + T log(min_p)``), reads again only the groups that reach the bound, a
-few tens of them, ranks the logits found there each against each, and draws from what is kept.
+maxima (by the k-th largest one, of groups or of spans of groups, or by ``max + T log(min_p)``), reads again only the
+groups that reach the bound, a few tens of them, ranks the logits found there each against each, and draws from what is
+kept (`_truncated_row`).
 
 A row whose kept tokens may not fit, such as a nucleus of thousands, is left to a second launch (`gumbel_wide`).
 Both draw what `Truncation.apply` and `gumbel_sample` draw.
@@ -16,9 +17,8 @@ import torch
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.sampling._block_draw import larger, max_or_nan
-from mrv2_kernels.sampling._select import floor_of
-from mrv2_kernels.sampling.gumbel import gumbel_score
+from mrv2_kernels.sampling._block_draw import larger
+from mrv2_kernels.sampling._truncated_row import draw_scanned_row
 from mrv2_kernels.sampling.gumbel_wide import draw_wide_rows
 from mrv2_kernels.sampling.launches import TRUNCATED, TruncatedLaunch, launch_of
 from mrv2_kernels.sampling.truncation import Truncation, is_truncated
@@ -58,9 +58,12 @@ def _store_chunk(
     WIDTH: tl.constexpr,
     REPEATS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
-    """Store the maxima of the chunk's groups and, where wanted, its maximum and mass relative to that."""
+    """Store the maxima of the chunk's groups and spans and, where wanted, its maximum and mass relative to that."""
     tl.store(scratch_ptr + chunk * LANES + tl.arange(0, LANES), maxima)
+    spans_ptr = scratch_ptr + CHUNKS * (LANES + 2) + chunk * SPANS
+    tl.store(spans_ptr + tl.arange(0, SPANS), tl.reduce(tl.reshape(maxima, [SPANS, LANES // SPANS]), 1, larger))
     if with_mass:
         offset = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         start = chunk * (LANES * WIDTH * REPEATS)
@@ -73,169 +76,6 @@ def _store_chunk(
         totals_ptr = scratch_ptr + CHUNKS * LANES + chunk
         tl.store(totals_ptr, top)
         tl.store(totals_ptr + CHUNKS, tl.sum(tl.sum(mass, axis=1), axis=0))
-
-
-@triton.jit
-def _collect_groups(
-    row_ptr,
-    vocab,
-    temperature,
-    maxima,
-    floor,
-    limit,
-    hot_ptr,
-    values_ptr,
-    ids_ptr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REPEATS: tl.constexpr,
-    HOT: tl.constexpr,
-    FEW: tl.constexpr,
-    COLLECT: tl.constexpr,
-):
-    """Compact the scaled logits whose raw ones reach `floor` and that reach `limit`; return their number.
-
-    Nothing above FEW is stored; a number above FEW also stands for too many groups.
-    """
-    is_hot = maxima >= floor
-    num_hot = tl.sum(is_hot.to(tl.int32), axis=0)
-    num_found = num_hot * 0
-    if num_hot > HOT:
-        num_found += FEW + 1
-    else:
-        group = tl.arange(0, maxima.shape[0])
-        tl.store(hot_ptr + tl.cumsum(is_hot.to(tl.int32), axis=0) - 1, group.to(tl.float32), mask=is_hot)
-        tl.debug_barrier()
-        for base in range(0, num_hot * (WIDTH * REPEATS), COLLECT):
-            entry = base + tl.arange(0, COLLECT)
-            mask = entry < num_hot * (WIDTH * REPEATS)
-            hot = tl.load(hot_ptr + entry // (WIDTH * REPEATS), mask=mask, other=0.0).to(tl.int32)
-            run = (entry // WIDTH) % REPEATS
-            token = (hot // LANES * REPEATS + run) * (LANES * WIDTH) + hot % LANES * WIDTH + entry % WIDTH
-            mask = mask & (token < vocab)
-            logits = tl.load(row_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
-            scaled = tl.div_rn(logits, temperature)
-            is_found = (logits >= floor) & (scaled >= limit) & mask
-            count = tl.sum(is_found.to(tl.int32), axis=0)
-            if num_found + count <= FEW:
-                place = num_found + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
-                tl.store(values_ptr + place, scaled, mask=is_found)
-                tl.store(ids_ptr + place, token.to(tl.float32), mask=is_found)
-            num_found += count
-        tl.debug_barrier()
-    return num_found
-
-
-@triton.jit
-def _kept(values, ids, num_found, values_ptr, ids_ptr, top, row_mass, top_k, top_p, FEW: tl.constexpr):
-    """Return which of the collected logits top-k and top-p keep, and the mass that was collected.
-
-    `row_mass` is the mass that top-p shares out without top-k; negative = all of it was collected.
-    """
-    rank = tl.zeros([FEW], tl.int32)
-    mass_before = tl.zeros([FEW], tl.float32)
-    for base in range(0, num_found, 16):
-        other_place = base + tl.arange(0, 16)
-        others = tl.load(values_ptr + other_place, mask=other_place < num_found, other=float("-inf"))
-        other_ids = tl.load(ids_ptr + other_place, mask=other_place < num_found, other=0.0)
-        is_tie = others[None, :] == values[:, None]
-        precedes = (others[None, :] > values[:, None]) | (is_tie & (other_ids[None, :] < ids[:, None]))
-        rank += tl.sum(precedes.to(tl.int32), axis=1)
-        mass_before += tl.sum(tl.where(precedes, tl.exp(others - top)[None, :], 0.0), axis=1)
-    is_kept = tl.arange(0, FEW) < num_found
-    found_mass = tl.sum(tl.where(is_kept, tl.exp(values - top), 0.0), axis=0)
-    shared = tl.where(row_mass < 0.0, found_mass, row_mass)
-    if top_k > 0:
-        is_kept = is_kept & (rank < top_k)
-        shared = tl.sum(tl.where(is_kept, tl.exp(values - top), 0.0), axis=0)
-    if top_p < 1.0:
-        is_kept = is_kept & ((mass_before < top_p * shared) | (rank == 0))
-    return is_kept, found_mass
-
-
-@triton.jit
-def _draw_row(
-    row_ptr,
-    vocab,
-    seed,
-    position,
-    temperature,
-    min_p,
-    top_k,
-    top_p,
-    scratch_ptr,
-    num_chunks,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REPEATS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    HOT: tl.constexpr,
-    FEW: tl.constexpr,
-    COLLECT: tl.constexpr,
-):
-    """Return the token drawn from a row whose chunks are scanned; -1 = none, -2 = left over."""
-    group = tl.arange(0, CHUNKS * LANES)
-    maxima = tl.load(scratch_ptr + group, mask=group < num_chunks * LANES, other=float("-inf"), cache_modifier=".cg")
-    top = max_or_nan(maxima)
-    drawn = tl.full([], -2, tl.int64)
-    if (top != top) | (top == float("-inf")):
-        drawn += 1
-    elif (top < float("inf")) & (top_k <= FEW):
-        scaled_top = tl.div_rn(top, temperature)
-        # the lowest finite float32: all that is above -inf
-        floor = tl.full([], -3.4028234663852886e38, tl.float32)
-        limit = floor
-        if min_p > 0.0:
-            limit = scaled_top + tl.log(min_p)
-            floor = limit * temperature
-        if (top_k > 0) | (min_p == 0.0):
-            rank = tl.where(top_k > 0, top_k, FEW // 2)
-            of_rank, reaching = floor_of(maxima, top, rank)
-            # too few groups for the k-th largest maximum to bound anything; top-p finds out by the mass
-            is_bound = (reaching >= top_k) | (top_k == 0)
-            floor = tl.where(is_bound, tl.maximum(floor, of_rank), floor)
-        # logits a rounding below the bound may be equal to it once they are divided
-        floor = tl.maximum(floor - (tl.abs(floor) + tl.abs(top)) * 4.76837158203125e-07, -3.4028234663852886e38)
-        hot_ptr = scratch_ptr + CHUNKS * (LANES + 2)
-        values_ptr = hot_ptr + HOT
-        ids_ptr = values_ptr + FEW
-        num_found = _collect_groups(
-            row_ptr,
-            vocab,
-            temperature,
-            maxima,
-            floor,
-            limit,
-            hot_ptr,
-            values_ptr,
-            ids_ptr,
-            LANES,
-            WIDTH,
-            REPEATS,
-            HOT,
-            FEW,
-            COLLECT,
-        )
-        if num_found <= FEW:
-            row_mass = tl.full([], -1.0, tl.float32)
-            if (top_k == 0) & (min_p == 0.0):
-                chunk = tl.arange(0, CHUNKS)
-                totals_ptr = scratch_ptr + CHUNKS * LANES + chunk
-                tops = tl.load(totals_ptr, mask=chunk < num_chunks, other=float("-inf"), cache_modifier=".cg")
-                masses = tl.load(totals_ptr + CHUNKS, mask=chunk < num_chunks, other=0.0, cache_modifier=".cg")
-                row_mass = tl.sum(masses * tl.exp((tops - top) / temperature), axis=0)
-            place = tl.arange(0, FEW)
-            values = tl.load(values_ptr + place, mask=place < num_found, other=float("-inf"))
-            ids = tl.load(ids_ptr + place, mask=place < num_found, other=0.0)
-            is_kept, found_mass = _kept(
-                values, ids, num_found, values_ptr, ids_ptr, scaled_top, row_mass, top_k, top_p, FEW
-            )
-            if found_mass >= top_p * row_mass:
-                score = gumbel_score(values, temperature, seed, position, ids.to(tl.int32), True)
-                score = tl.where(is_kept, score, float("-inf"))
-                best = tl.max(score, axis=0)
-                drawn = tl.min(tl.where(is_kept & (score == best), ids, float("inf")), axis=0).to(tl.int64)
-    return drawn
 
 
 @triton.jit
@@ -262,13 +102,17 @@ def _truncated_kernel(
     WIDTH: tl.constexpr,
     REPEATS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr,
     HOT: tl.constexpr,
     FEW: tl.constexpr,
     COLLECT: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Scan one chunk; unless IS_SPLIT, the program that arrives last at a row draws."""
     if PDL:
+        # in this order: what the second launch reads before its own wait was written before this one ended
+        gdc_wait()
         gdc_launch_dependents()
     # row by row: the ends of rows lie beside the reading of others
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
@@ -288,12 +132,14 @@ def _truncated_kernel(
         with_mass = (top_k == 0) & (min_p == 0.0)
         if not ALL_ROWS:
             maxima = _chunk_maxima(row_ptr, vocab, chunk, LANES, WIDTH, REPEATS)
-        _store_chunk(maxima, row_ptr, vocab, temperature, with_mass, chunk, scratch_ptr, LANES, WIDTH, REPEATS, CHUNKS)
+        _store_chunk(
+            maxima, row_ptr, vocab, temperature, with_mass, chunk, scratch_ptr, LANES, WIDTH, REPEATS, CHUNKS, SPANS
+        )
         if not IS_SPLIT:
             tl.debug_barrier()
             if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == num_chunks - 1:
                 tl.store(arrived_ptr + row, 0)
-                drawn = _draw_row(
+                drawn = draw_scanned_row(
                     row_ptr,
                     vocab,
                     tl.load(seeds_ptr + slot),
@@ -308,9 +154,11 @@ def _truncated_kernel(
                     WIDTH,
                     REPEATS,
                     CHUNKS,
+                    SPANS,
                     HOT,
                     FEW,
                     COLLECT,
+                    THREADS,
                 )
                 tl.store(sampled_ptr + row * sampled_stride, drawn)
 
@@ -336,9 +184,11 @@ def _draw_kernel(
     WIDTH: tl.constexpr,
     REPEATS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr,
     HOT: tl.constexpr,
     FEW: tl.constexpr,
     COLLECT: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Draw from one row whose chunks are scanned."""
@@ -357,7 +207,7 @@ def _draw_kernel(
     if PDL:
         gdc_wait()
     if is_wanted:
-        drawn = _draw_row(
+        drawn = draw_scanned_row(
             logits_ptr + row * logits_stride,
             vocab,
             seed,
@@ -372,9 +222,11 @@ def _draw_kernel(
             WIDTH,
             REPEATS,
             CHUNKS,
+            SPANS,
             HOT,
             FEW,
             COLLECT,
+            THREADS,
         )
         tl.store(sampled_ptr + row * sampled_stride, drawn)
 
@@ -399,14 +251,15 @@ def draw_truncated_rows(
     """Write the token of each row that is truncated and random; other rows are left alone.  CUDA only."""
     num_rows, vocab = logits.shape
     launch = launch_of(TRUNCATED, num_rows)
-    pdl = launch.is_split and has_pdl(logits)
+    pdl = has_pdl(logits)
     num_chunks = cdiv(vocab, _LANES * _WIDTH * launch.repeats)
     chunks = next_power_of_2(num_chunks)
-    scratch = torch.empty(num_rows, chunks * (_LANES + 2) + _HOT + 2 * _FEW, dtype=torch.float32, device=logits.device)
+    constants = _constants(launch, chunks)
+    size = chunks * (_LANES + 2 + constants["SPANS"]) + _HOT + 3 * _FEW
+    scratch = torch.empty(num_rows, size, dtype=torch.float32, device=logits.device)
     where = (sampled, sampled.stride(0), logits, logits.stride(0), logit_slots, positions, temperature, seeds)
     limits = truncation[:3]
     scanned = (scratch, scratch.stride(0), vocab, num_chunks)
-    constants = _constants(launch, chunks)
     _truncated_kernel[(num_rows * num_chunks,)](
         *where,
         *limits,
@@ -417,6 +270,7 @@ def draw_truncated_rows(
         PDL=pdl,
         **constants,
         num_warps=launch.num_warps,
+        launch_pdl=pdl,
     )
     if launch.is_split:
         _draw_kernel[(num_rows,)](
@@ -431,9 +285,13 @@ def _constants(launch: TruncatedLaunch, chunks: int) -> dict[str, int]:
         "WIDTH": _WIDTH,
         "REPEATS": launch.repeats,
         "CHUNKS": chunks,
+        # 128 spans a row, where a chunk has so many groups: pairs of them are compared
+        "SPANS": max(1, min(_LANES, 128 // chunks)),
         "HOT": _HOT,
         "FEW": _FEW,
         "COLLECT": launch.collect,
+        # of the program that draws
+        "THREADS": 32 * (launch.draw_warps if launch.is_split else launch.num_warps),
     }
 
 
@@ -460,7 +318,7 @@ def _signature(dtype: str, **more: str) -> dict[str, str]:
 
 def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
-    aligned = frozenset({"logits_ptr", "logits_stride", "vocab"})
+    aligned = frozenset({"logits_ptr", "logits_stride", "vocab", "scratch_ptr"})
     one = TruncatedLaunch(repeats=4, is_split=False)
     two = TruncatedLaunch(repeats=8, is_split=True)
     scans = [

@@ -10,7 +10,7 @@ import torch
 
 from mrv2_kernels._triton import tl, triton
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.gemm.pdl import gdc_wait
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait
 from mrv2_kernels.sampling.gumbel import gumbel_score
 from mrv2_kernels.sampling.top_k_top_p import truncate_row
 from mrv2_kernels.sampling.truncation import Truncation
@@ -82,6 +82,7 @@ def _wide_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     program = tl.program_id(0).to(tl.int64)
     copy_ptr += program * copy_stride

@@ -27,8 +27,9 @@ class BlockedLaunch(NamedTuple):
 
     # blocks a program; the next one is fetched while one is summed
     span: int = 1
-    # a second launch draws, else the program that arrives last at a row
+    # a second launch of `pick_warps` a row draws, else the program that arrives last at a row
     is_split: bool = False
+    pick_warps: int = 4
 
 
 class TruncatedLaunch(NamedTuple):
@@ -44,11 +45,18 @@ class TruncatedLaunch(NamedTuple):
     collect: int = 2048
 
 
-# measured on an H200 at 1, 32 and 256 rows of 151,936 tokens in bf16 (traces/bench/h200-sampler-tuning.json): these are
-# the fastest or within 4 % of it at all three
+# measured on an H200 at 1, 32 and 256 rows of 151,936 tokens in bf16 (traces/bench/h200-sampler-tuning.json): the
+# fastest there or within 4 % of it
 FUSED: Table[FusedLaunch] = ((1 << 30, FusedLaunch(block=4096, num_warps=4)),)
-BLOCKED: Table[BlockedLaunch] = ((1 << 30, BlockedLaunch(is_split=True)),)
-TRUNCATED: Table[TruncatedLaunch] = ((1 << 30, TruncatedLaunch(is_split=True)),)
+BLOCKED: Table[BlockedLaunch] = (
+    (64, BlockedLaunch(is_split=True)),
+    (1 << 30, BlockedLaunch(span=10, is_split=True)),
+)
+TRUNCATED: Table[TruncatedLaunch] = (
+    (8, TruncatedLaunch(repeats=3, is_split=True, draw_warps=16)),
+    (64, TruncatedLaunch(repeats=5, is_split=True, draw_warps=16, collect=4096)),
+    (1 << 30, TruncatedLaunch(repeats=5, is_split=True)),
+)
 
 
 def launch_of(table: Table[T], num_rows: int) -> T:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from mrv2_kernels._triton import cdiv, next_power_of_2
-from mrv2_kernels.gemm import LIBRARY, LinearPlan, why_not
+from mrv2_kernels.gemm import FP8, LIBRARY, LinearPlan, why_not
 from mrv2_kernels.gemm.gemv import MAX_ROWS
+
+# how weights are kept: None = in `DTYPE`
+Quantization = Literal["fp8"]
 
 DTYPE = torch.bfloat16
 NUM_LAYERS = 28
@@ -18,6 +22,8 @@ EPS = 1e-6
 MAX_FUSED_ROWS = 64
 # rows to which a step's batch is padded
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# of 8-bit weights also those of prompts, up to where the library with weights made 16-bit again is the fastest
+FP8_BUCKETS = (*BUCKETS, 512, 1024)
 
 
 @dataclass(frozen=True)
@@ -32,10 +38,10 @@ class Product:
     normed: bool = False
     gated: bool = False
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its weights in bf16."""
-        return 2 * self.num_outputs * self.num_inputs
+    def bytes_read(self, quantization: Quantization | None = None) -> int:
+        """Return the bytes of its weights, of 8-bit ones with a scale of four bytes for each output."""
+        scales = 0 if quantization is None else 4 * self.num_outputs
+        return weight_bytes(quantization) * self.num_outputs * self.num_inputs + scales
 
 
 # Qwen3-0.6B: hidden 1024, 16 + 2 x 8 heads of 128, intermediate 3072
@@ -47,32 +53,43 @@ PRODUCTS = (
 )
 
 
-def candidates(num_rows: int, product: Product) -> list[LinearPlan]:
+def candidates(num_rows: int, product: Product, quantization: Quantization | None = None) -> list[LinearPlan]:
     """Return the plans to try for one product at one batch size, the library first."""
-    plans = [LIBRARY, *_gemv(num_rows, product), *_streamed(num_rows, product), *_resident(num_rows, product)]
-    return [p for p in plans if why_not(p, num_rows, product.num_outputs, product.num_inputs, DTYPE) is None]
+    plans = [LIBRARY, *_gemv(num_rows, product, quantization), *_resident(num_rows, product, quantization)]
+    plans += _streamed(num_rows, product) if quantization is None else _turned(num_rows, product)
+    return [plan for plan in plans if _suits(plan, num_rows, product, product.num_outputs, quantization)]
 
 
-def fused_candidates(num_rows: int, product: Product) -> list[LinearPlan]:
+def fused_candidates(num_rows: int, product: Product, quantization: Quantization | None = None) -> list[LinearPlan]:
     """Return the plans to try for a product with what surrounds it in a layer."""
     if num_rows > MAX_FUSED_ROWS:
         return []
-    plans = _gemv(num_rows, product)
+    plans = _gemv(num_rows, product, quantization)
     if product.gated:
         # a program reads two strips of weights
         plans = list(dict.fromkeys(replace(plan, block_n=plan.block_n // 2) for plan in plans))
     # one row leaves the tensor cores idle
-    resident = _resident(num_rows, product) if num_rows > 1 else []
+    resident = _resident(num_rows, product, quantization) if num_rows > 1 else []
     num_outputs = product.num_outputs // (2 if product.gated else 1)
     return plans + [
-        plan
-        for plan in resident
-        if plan.splits == 1 and why_not(plan, num_rows, num_outputs, product.num_inputs, DTYPE) is None
+        plan for plan in resident if plan.splits == 1 and _suits(plan, num_rows, product, num_outputs, quantization)
     ]
 
 
-def _gemv(num_rows: int, product: Product) -> list[LinearPlan]:
-    if num_rows > MAX_ROWS:
+def weight_bytes(quantization: Quantization | None) -> int:
+    """Return the bytes of a weight."""
+    return DTYPE.itemsize if quantization is None else FP8.itemsize
+
+
+def _suits(
+    plan: LinearPlan, num_rows: int, product: Product, num_outputs: int, quantization: Quantization | None
+) -> bool:
+    return why_not(plan, num_rows, num_outputs, product.num_inputs, DTYPE, weight_bytes(quantization)) is None
+
+
+def _gemv(num_rows: int, product: Product, quantization: Quantization | None) -> list[LinearPlan]:
+    # converting 8-bit weights to float32 for each row outweighs their bytes soon
+    if num_rows > (MAX_ROWS if quantization is None else 2):
         return []
     return [
         LinearPlan("gemv", block_n=block_n, num_warps=num_warps)
@@ -99,18 +116,44 @@ def _streamed(num_rows: int, product: Product) -> list[LinearPlan]:
     return plans
 
 
-def _resident(num_rows: int, product: Product) -> list[LinearPlan]:
-    if num_rows > 128:
+def _turned(num_rows: int, product: Product) -> list[LinearPlan]:
+    if num_rows < 64:
         return []
-    block_m = min(64, max(16, next_power_of_2(num_rows)))
-    # x at once if it is small, else through a ring; far fewer are tried where several tiles share the weights
-    depth = {16: 16, 32: 4, 64: 2}[block_m]
     plans = []
-    for block_n in (8, 16, 32, 64) if num_rows <= 64 else (32, 64):
-        for splits in (1, 2, 3, 4):
-            for num_warps in (4, 8) if num_rows <= 64 else (4,):
-                programs = _programs(min(num_rows, 64), product, block_m, block_n, splits)
-                if 96 <= programs <= 260 and product.num_inputs % (splits * num_warps * 64) == 0:
-                    stages = min(depth, product.num_inputs // (splits * num_warps * 64))
-                    plans.append(LinearPlan("resident", block_m, block_n, splits, num_warps, stages))
+    for block_m in (64, 128):
+        for block_n, num_warps in ((64, 4), (128, 8)):
+            for splits in (1, 2, 4):
+                programs = _programs(num_rows, product, block_m, block_n, splits)
+                # about one wave, up to four of them with many rows
+                if block_m <= num_rows and 64 <= programs <= (264 if splits > 1 else 528):
+                    stages = 3 if block_m == block_n == 128 else 4
+                    plans.append(LinearPlan("turned", block_m, block_n, splits, num_warps, stages))
+    return plans
+
+
+def _resident(num_rows: int, product: Product, quantization: Quantization | None) -> list[LinearPlan]:
+    eight_bits = quantization is not None
+    if num_rows > 128 or (eight_bits and num_rows == 1):
+        return []
+    top = min(64, max(16, next_power_of_2(num_rows)))
+    # x at once if it is small, else through a ring; 8-bit weights leave it more room
+    depth = {16: 16, 32: 8 if eight_bits else 4, 64: 4 if eight_bits else 2}
+    warps = (4,) if num_rows > 64 or (eight_bits and product.num_inputs <= 1024) else (4, 8)
+    plans = []
+    # several tiles of rows read the same weights again, from L2, and each of them fewer rows of x
+    for block_m in (16, 32, 64) if num_rows >= 64 else (top,):
+        for block_n in (8, 16, 32, 64) if num_rows <= 64 else (32, 64):
+            for splits in ((1, 2, 4) if eight_bits else (1, 2, 3, 4)) if block_m == top else (1,):
+                for num_warps in warps:
+                    programs = _programs(num_rows, product, block_m, block_n, splits)
+                    if 96 <= programs <= 260 and product.num_inputs % (splits * num_warps * 64) == 0:
+                        stages = min(depth[block_m], product.num_inputs // (splits * num_warps * 64))
+                        plans.append(LinearPlan("resident", block_m, block_n, splits, num_warps, stages))
+    if eight_bits and num_rows <= 32:
+        # early ones hold up to 64 registers of weights
+        plans += [
+            replace(plan, early=True)
+            for plan in plans
+            if plan.splits == 1 and plan.block_n * product.num_inputs <= 256 * 32 * plan.num_warps
+        ]
     return plans

@@ -24,8 +24,8 @@ from typing import IO, Any
 
 import torch
 
-from mrv2.bench.gemm_cases import DTYPE, EPS, PRODUCTS, Product
-from mrv2_kernels.gemm import LinearPlan, linear, workspace_for
+from mrv2.bench.gemm_cases import DTYPE, EPS, PRODUCTS, Product, Quantization
+from mrv2_kernels.gemm import LinearPlan, linear, quantise_rows, workspace_for
 from mrv2_kernels.gemm.gemv import gemv_torch
 from mrv2_kernels.gemm.linear import fused_linear
 
@@ -45,22 +45,31 @@ class Task:
     plan: LinearPlan
     # with what surrounds it in a layer
     fused: bool = False
+    # how its weights are kept
+    quantization: Quantization | None = None
 
     @property
     def kernel(self) -> tuple[object, ...]:
         """What decides which kernel is compiled, about; tasks that share it belong in one process."""
         rows = self.num_rows if self.plan.variant == "gemv" else 0
-        return (self.plan, self.product.num_inputs, rows, self.fused and self.product)
+        return (self.plan, self.product.num_inputs, rows, self.fused and self.product, self.quantization)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values."""
-        return {"num_rows": self.num_rows, "product": self.product.name, "plan": asdict(self.plan), "fused": self.fused}
+        return {
+            "num_rows": self.num_rows,
+            "product": self.product.name,
+            "plan": asdict(self.plan),
+            "fused": self.fused,
+            "quantization": self.quantization,
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Task:
         """Inverse of `as_dict`."""
         product = next(each for each in PRODUCTS if each.name == values["product"])
-        return cls(values["num_rows"], product, LinearPlan(**values["plan"]), values["fused"])
+        plan = LinearPlan(**values["plan"])
+        return cls(values["num_rows"], product, plan, values["fused"], values["quantization"])
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,12 @@ def relative_error(task: Task, device: torch.device) -> float:
 
     x = random(task.num_rows, product.num_inputs).to(DTYPE)
     weight = (random(product.num_outputs, product.num_inputs) / product.num_inputs**0.5).to(DTYPE)
+    scale = None
+    expected_weight = weight.double()
+    if task.quantization is not None:
+        # of very unequal sizes, so that a scale of another row shows
+        weight, scale = quantise_rows(weight * torch.logspace(-1, 1, len(weight), device=device)[:, None])
+        expected_weight = weight.double() * scale.double()[:, None]
     gated = task.fused and product.gated
     num_outputs = product.num_outputs // (2 if gated else 1)
     workspace = workspace_for([(task.plan, task.num_rows, num_outputs)], device)
@@ -165,13 +180,14 @@ def relative_error(task: Task, device: torch.device) -> float:
     outs = [torch.full((task.num_rows, num_outputs), float("nan"), dtype=DTYPE, device=device) for _ in range(2)]
     for out in outs:
         if task.fused:
-            fused_linear(x, weight, task.plan, norm=norm, eps=EPS, gated=gated, residual=residual, out=out)
+            around = {"norm": norm, "eps": EPS, "gated": gated, "residual": residual}
+            fused_linear(x, weight, task.plan, out=out, scale=scale, **around)
         else:
-            linear(x, weight, task.plan, workspace, out)
+            linear(x, weight, task.plan, workspace, out, scale)
     if not torch.equal(*outs) and not torch.isnan(outs[0]).any():
         raise ArithmeticError("two runs on the same data differ")
     wide = [None if each is None else each.double() for each in (norm, residual)]
-    expected = gemv_torch(x.double(), weight.double(), norm=wide[0], eps=EPS, gated=gated, residual=wide[1])
+    expected = gemv_torch(x.double(), expected_weight, norm=wide[0], eps=EPS, gated=gated, residual=wide[1])
     return float((outs[0].double() - expected).norm() / expected.norm())
 
 

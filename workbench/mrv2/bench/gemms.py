@@ -1,7 +1,7 @@
 """The four matrix products of all layers in one CUDA graph, by every plan there is, against reading the weights once.
 
-Qwen3-0.6B's products (`gemm_cases.PRODUCTS`) in bf16 with the distinct weights of 28 layers, 881 MB, which no cache
-holds.  Each reads a part of what the one before wrote.  Per batch size:
+Qwen3-0.6B's products (`gemm_cases.PRODUCTS`) in bf16 with the distinct weights of 28 layers, 881 MB, or half of that
+as 8-bit floats, which no cache holds.  Each reads a part of what the one before wrote.  Per batch size:
 
 1. every plan is compiled and checked against float64, in processes of their own (`gemm_check`);
 2. every plan that passed is timed on its product alone: a graph of 28 of them;
@@ -10,7 +10,8 @@ holds.  Each reads a part of what the one before wrote.  Per batch size:
 4. the picked chain is timed once more with the kernels between the products of a layer, and against it, for up to
    64 rows, products that take those in ("fused"); they are picked where they are faster;
 5. the picked chain must give the library's result within rounding, and the same bits when its kernels are launched
-   one by one.
+   one by one;
+6. of 8-bit weights, the same with 16-bit ones by the plans of the committed table stands beside it ("bf16").
 
 Times are medians of replays by CUDA events, the graph's launch included.  What was picked goes into the record in
 the form of the table `mrv2_kernels.gemm.picks`.
@@ -22,7 +23,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -34,24 +34,34 @@ from mrv2.bench.gemm_cases import (
     BUCKETS,
     DTYPE,
     EPS,
+    FP8_BUCKETS,
     MAX_FUSED_ROWS,
     NUM_LAYERS,
     PRODUCTS,
     Product,
+    Quantization,
     candidates,
     fused_candidates,
 )
 from mrv2.bench.gemm_check import Task, Verdict, check_all
+from mrv2.bench.gemm_stack import BEFORE, STAGE, Stack
 from mrv2.device import Device
 from mrv2.errors import ConfigError
-from mrv2.instrument import recording
-from mrv2_kernels.gemm import LIBRARY, VARIANTS, LinearPlan, LinearWorkspace, fused_linear, linear, workspace_for
+from mrv2_kernels.gemm import (
+    LIBRARY,
+    VARIANTS,
+    LinearPlan,
+    LinearWorkspace,
+    fused_linear,
+    linear,
+    picks_for,
+    picks_of,
+    workspace_for,
+)
 from mrv2_kernels.gemm.picks import as_entry
 from mrv2_kernels.layers import rms_norm, silu_and_mul
 
 KIND = "mrv2-gemms"
-_STAGE, _BEFORE = "measure", "measure: before"
-_REPLAYS = 21
 # where what starting ahead brings is measured
 _LATE_TOO = (8, 32)
 # plans of each product that the search for the best chain looks at
@@ -96,7 +106,8 @@ class ChainTime:
 def measure_gemms(
     device: Device,
     *,
-    buckets: Sequence[int] = BUCKETS,
+    quantization: Quantization | None = None,
+    buckets: Sequence[int] | None = None,
     num_processes: int | None = None,
     progress: Callable[[str], object] = print,
 ) -> dict[str, Any]:
@@ -104,14 +115,15 @@ def measure_gemms(
     if device.type != "cuda":
         raise ConfigError("--gemms measures kernels: it needs a CUDA device")
     begin = time.perf_counter()
+    buckets = buckets or (BUCKETS if quantization is None else FP8_BUCKETS)
     limit = measure_read_bandwidth(device)
     torch.cuda.empty_cache()
-    tasks = [Task(m, product, plan) for m in buckets for product in PRODUCTS for plan in candidates(m, product)]
-    tasks += [
-        Task(m, product, plan, fused=True)
+    tasks = [
+        Task(m, product, plan, fused, quantization)
+        for fused, plans in ((False, candidates), (True, fused_candidates))
         for m in buckets
         for product in PRODUCTS
-        for plan in fused_candidates(m, product)
+        for plan in plans(m, product, quantization)
     ]
     progress(f"gemms: compiling and checking {len(tasks)} plans")
     verdicts = check_all(tasks, num_processes=num_processes or min(16, os.cpu_count() or 1))
@@ -120,18 +132,21 @@ def measure_gemms(
     chains: list[ChainTime] = []
     picked: dict[int, Plans] = {}
     fused: dict[int, Plans] = {}
-    stack = _Stack(device)
+    stack = Stack(device, quantization)
+    sixteen_bits = None if quantization is None else Stack(device)
     for num_rows in buckets:
         progress(f"gemms: {num_rows} rows, {time.perf_counter() - begin:.0f} s so far")
         bucket = _Bucket(stack, num_rows, limit)
         bucket.measure({task: verdict for task, verdict in verdicts.items() if task.num_rows == num_rows})
+        if sixteen_bits is not None:
+            bucket.measure_committed(sixteen_bits)
         products += bucket.products
         chains += bucket.chains
         picked[num_rows] = bucket.picked
         if bucket.fused is not None:
             fused[num_rows] = bucket.fused
     seconds["all"] = time.perf_counter() - begin
-    return make_record(products, chains, picked, limit, seconds, fused)
+    return make_record(products, chains, picked, limit, seconds, fused, quantization)
 
 
 def make_record(
@@ -141,17 +156,19 @@ def make_record(
     limit: Limit,
     seconds: dict[str, float],
     fused: Mapping[int, Plans] = MappingProxyType({}),
+    quantization: Quantization | None = None,
 ) -> dict[str, Any]:
     """Return the record: environment, limit, all that was tried, and the picks."""
     alone = (None,) * len(PRODUCTS)
     return {
         "kind": KIND,
         "environment": environment(),
+        "quantization": quantization,
         "num_layers": NUM_LAYERS,
         "shapes": {each.name: [each.num_outputs, each.num_inputs] for each in PRODUCTS},
         "read_gigabytes_per_second": 1e-9 * limit.value,
         "read_method": limit.method,
-        "floor_microseconds": 1e6 * floor_seconds(limit),
+        "floor_microseconds": 1e6 * floor_seconds(limit, quantization),
         "seconds": seconds,
         "chains": [asdict(each) for each in chains],
         "products": [asdict(each) for each in products],
@@ -163,15 +180,16 @@ def make_record(
     }
 
 
-def floor_seconds(limit: Limit) -> float:
+def floor_seconds(limit: Limit, quantization: Quantization | None = None) -> float:
     """Return the time of reading all weights once."""
-    return NUM_LAYERS * sum(product.weight_bytes for product in PRODUCTS) / limit.value
+    return NUM_LAYERS * sum(product.bytes_read(quantization) for product in PRODUCTS) / limit.value
 
 
 def report(record: dict[str, Any]) -> str:
     """Return the record as tables: the fastest plans of each product, failures, chains."""
     lines = [
-        f"{record['num_layers']} layers, bf16; reads at {record['read_gigabytes_per_second']:,.0f} GB/s "
+        f"{record['num_layers']} layers, weights in {record['quantization'] or 'bf16'}; "
+        f"reads at {record['read_gigabytes_per_second']:,.0f} GB/s "
         f"({record['read_method']}): floor {record['floor_microseconds']:.0f} us; "
         f"{record['seconds']['all']:.0f} s, {record['seconds']['check']:.0f} of them to compile and check",
         "",
@@ -200,7 +218,7 @@ def report(record: dict[str, Any]) -> str:
             notes.append(f"differs {each['difference']:.1e}")
         if each["same_eagerly"] is False:
             notes.append("NOT THE SAME EAGERLY")
-        if each["name"] in ("picked", "picked, fused"):
+        if each["name"] in ("picked", "picked, fused", "bf16, in layers"):
             notes.append("; ".join(each["plans"]))
         lines.append(
             f"{each['num_rows']:>4} {each['name']:22}{each['microseconds']:8.1f}{each['share_of_floor']:9.0%}  "
@@ -215,6 +233,7 @@ def headline(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "kind": KIND,
         "gpu": gpu.get("name"),
+        "quantization": record["quantization"],
         "revision": record["environment"]["revision"],
         "read_gb_s": round(record["read_gigabytes_per_second"]),
         "floor_us": round(record["floor_microseconds"]),
@@ -235,50 +254,10 @@ def is_right(record: dict[str, Any]) -> bool:
     )
 
 
-class _Stack:
-    """The weights of all layers, and timing."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        # per product, per layer: [N, K] bf16
-        self.weights = [
-            [device.empty((product.num_outputs, product.num_inputs), DTYPE) for _ in range(NUM_LAYERS)]
-            for product in PRODUCTS
-        ]
-        # [H]
-        self.norm = device.full((PRODUCTS[0].num_inputs,), 1.0, DTYPE)
-        device.main.run(_STAGE, self._fill)
-
-    def _fill(self) -> None:
-        generator = torch.Generator(self.norm.device).manual_seed(0)
-        for layers in self.weights:
-            for weight in layers:
-                # keeps a chain's values at size one
-                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
-
-    def graph_seconds(self, work: Callable[[], None], before: Callable[[], None]) -> float:
-        """Return the median time of a replay of `work`; `before` runs ahead of each, untimed."""
-        self.device.main.run(_BEFORE, before)
-        self.device.main.run(_STAGE, work)
-        self.device.synchronize("gemms: warm-up")
-        graph = self.device.capture(work)
-        for _ in range(2):
-            self.device.main.run(_STAGE, graph.replay)
-        with recording(self.device) as recorder:
-            for _ in range(_REPLAYS):
-                self.device.main.run(_BEFORE, before)
-                self.device.main.run(_STAGE, graph.replay)
-            self.device.synchronize("gemms")
-            spans = [span for span in recorder.spans() if span.kind == "device" and span.name == _STAGE]
-            times = [span.end_ns - span.start_ns for span in spans]
-        assert len(times) == _REPLAYS, f"{_REPLAYS} replays were submitted, {len(times)} were timed"
-        return median(times) * 1e-9
-
-
 class _Bucket:
     """Buffers and results of one batch size."""
 
-    def __init__(self, stack: _Stack, num_rows: int, limit: Limit) -> None:
+    def __init__(self, stack: Stack, num_rows: int, limit: Limit) -> None:
         self.stack, self.num_rows, self.limit = stack, num_rows, limit
         device = stack.device
         self.products: list[ProductTime] = []
@@ -337,7 +316,9 @@ class _Bucket:
                     found[task.plan] = seconds
                 except Exception as fault:  # a plan that fails is reported, not fatal
                     failure = f"{type(fault).__name__}: {' '.join(str(fault).split())[:400]}"
-            share = None if seconds is None else product.weight_bytes / seconds / self.limit.value
+            share = None
+            if seconds is not None:
+                share = product.bytes_read(self.stack.quantization) / seconds / self.limit.value
             us = None if seconds is None else 1e6 * seconds
             self.products.append(
                 ProductTime(self.num_rows, product.name, task.plan.label, us, share, verdict.error, failure)
@@ -353,18 +334,19 @@ class _Bucket:
         x, out = self.start.new_ones((self.num_rows, PRODUCTS[index].num_inputs)).normal_(), self.outs[index]
 
         def work() -> None:
-            for weight in self.stack.weights[index]:
-                linear(x, weight, plan, workspace, out)
+            for weight, scale in self.stack.weights[index]:
+                linear(x, weight, plan, workspace, out, scale)
 
         return self.stack.graph_seconds(work, lambda: None) / NUM_LAYERS
 
     def _work(self, plans: Plans) -> Callable[[], None]:
-        workspace = self._workspace(plans)
+        workspace, stack = self._workspace(plans), self.stack
 
         def work() -> None:
             for layer in range(NUM_LAYERS):
                 for index, plan in enumerate(plans):
-                    linear(self.inputs[index], self.stack.weights[index][layer], plan, workspace, self.outs[index])
+                    weight, scale = stack.weights[index][layer]
+                    linear(self.inputs[index], weight, plan, workspace, self.outs[index], scale)
 
         return work
 
@@ -387,8 +369,8 @@ class _Bucket:
             seconds = self.stack.graph_seconds(work, self._restart)
             result = self.outs[-1].clone()
             device = self.stack.device
-            device.main.run(_BEFORE, self._restart)
-            device.main.run(_STAGE, work)
+            device.main.run(BEFORE, self._restart)
+            device.main.run(STAGE, work)
             device.synchronize("gemms: eager")
             is_same = torch.equal(result, self.outs[-1])
         except Exception as fault:  # a chain that fails is reported, not fatal
@@ -402,7 +384,7 @@ class _Bucket:
             difference = float((result.double() - self.library_result).norm() / self.library_result.norm())
             if not difference <= _CHAIN_TOLERANCE:
                 failure = f"differs from the library's chain by {difference:.2g}"
-        share = floor_seconds(self.limit) / seconds
+        share = floor_seconds(self.limit, self.stack.quantization) / seconds
         self.chains.append(ChainTime(self.num_rows, name, labels, 1e6 * seconds, share, difference, is_same, failure))
         return seconds if failure is None else None
 
@@ -433,32 +415,52 @@ class _Bucket:
 
     def _layer_work(self, plans: Plans) -> Callable[[], None]:
         """The products with kernels for norms, activation and additions between them, as layers run them."""
-        workspace, norm = self._workspace(plans), self.stack.norm
+        workspace, stack = self._workspace(plans), self.stack
+
+        def product(x: torch.Tensor, index: int, layer: int) -> torch.Tensor:
+            weight, scale = stack.weights[index][layer]
+            return linear(x, weight, plans[index], workspace, scale=scale)
 
         def work() -> None:
             x = residual = self.outs[-1]
             for layer in range(NUM_LAYERS):
-                first, second, third, fourth = (layers[layer] for layers in self.stack.weights)
-                x, residual = rms_norm(x, norm, EPS, residual)
-                qkv = linear(x, first, plans[0], workspace)
-                out = linear(qkv[:, : PRODUCTS[1].num_inputs], second, plans[1], workspace)
-                x, residual = rms_norm(out, norm, EPS, residual)
-                x = linear(silu_and_mul(linear(x, third, plans[2], workspace)), fourth, plans[3], workspace)
+                x, residual = rms_norm(x, stack.norm, EPS, residual)
+                out = product(product(x, 0, layer)[:, : PRODUCTS[1].num_inputs], 1, layer)
+                x, residual = rms_norm(out, stack.norm, EPS, residual)
+                x = product(silu_and_mul(product(x, 2, layer)), 3, layer)
             self.outs[-1].copy_(x)
 
         return work
 
     def _fused_work(self, plans: Plans) -> Callable[[], None]:
         """norm and qkv; o and residual; norm, gate-up and activation; down and residual."""
-        weights, norm, stream = self.stack.weights, self.stack.norm, self.outs[-1]
+        stack, stream = self.stack, self.outs[-1]
         qkv, gated = self.outs[0], self.outs[2].new_empty((self.num_rows, PRODUCTS[3].num_inputs))
+        normed = {"norm": stack.norm, "eps": EPS}
+
+        def product(x: torch.Tensor, index: int, layer: int, out: torch.Tensor, **around: Any) -> None:
+            weight, scale = stack.weights[index][layer]
+            fused_linear(x, weight, plans[index], out=out, scale=scale, **around)
 
         def work() -> None:
             for layer in range(NUM_LAYERS):
-                first, second, third, fourth = (layers[layer] for layers in weights)
-                fused_linear(stream, first, plans[0], norm=norm, eps=EPS, out=qkv)
-                fused_linear(qkv[:, : PRODUCTS[1].num_inputs], second, plans[1], residual=stream, out=stream)
-                fused_linear(stream, third, plans[2], norm=norm, eps=EPS, gated=True, out=gated)
-                fused_linear(gated, fourth, plans[3], residual=stream, out=stream)
+                product(stream, 0, layer, qkv, **normed)
+                product(qkv[:, : PRODUCTS[1].num_inputs], 1, layer, stream, residual=stream)
+                product(stream, 2, layer, gated, gated=True, **normed)
+                product(gated, 3, layer, stream, residual=stream)
 
         return work
+
+    def measure_committed(self, stack: Stack) -> None:
+        """Note the chains of 16-bit weights by the committed table, as plain products and in layers."""
+        mine, self.stack = self.stack, stack
+        picks = picks_for(stack.norm.device, DTYPE)
+        found = [picks_of(picks, each.num_outputs, each.num_inputs).at(self.num_rows) for each in PRODUCTS]
+        plans = tuple(pick.plan for pick in found)
+        fused = tuple(pick.fused for pick in found if pick.fused is not None)
+        self._note("bf16", plans, self._work(plans), compare=False)
+        if len(fused) == len(PRODUCTS):
+            self._note("bf16, in layers", fused, self._fused_work(fused), compare=False)
+        else:
+            self._note("bf16, in layers", plans, self._layer_work(plans), compare=False)
+        self.stack = mine

@@ -1,16 +1,18 @@
 """Time of candidate launches of the drawing kernels: what `mrv2_kernels.sampling.launches` is filled from.
 
-Each candidate is compiled, and its draws compared with the torch reference's, in a process of its own first; one
-that fails is reported and left out.  Then all are timed as `mrv2.bench.samplers` times variants.
+Each candidate is compiled, and its draws compared with the torch reference's, in another process first; one that
+fails is reported and left out.  Then all are timed as `mrv2.bench.samplers` times variants.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ KIND = "mrv2-sampler-launches"
 # rows of a check: whatever is compiled for them serves every batch
 _CHECK_ROWS = 6
 _MAX_WORKERS = 12
+_NO_TIME = "no time was left"
 
 
 class Candidate(NamedTuple):
@@ -45,6 +48,11 @@ class Candidate(NamedTuple):
         """Candidates of one group stand for each other."""
         return f"{self.case} {self.variant}"
 
+    @property
+    def key(self) -> str:
+        """What a failure is reported under."""
+        return f"{self.group}: {self.name}"
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """Launch by this candidate meanwhile, whatever the batch."""
@@ -62,39 +70,47 @@ class Candidate(NamedTuple):
 def candidates() -> list[Candidate]:
     """Return what is tried."""
     found = []
-    for block, num_warps, step in (
-        (4096, 8, 512),
-        (4096, 4, 512),
-        (4096, 2, 512),
-        (4096, 2, 256),
-        (4096, 1, 256),
-        (8192, 8, 512),
-        (8192, 4, 512),
-        (2048, 4, 512),
-        (2048, 2, 256),
-        (2048, 1, 256),
-    ):
+    for block, num_warps, step in ((4096, 4, 512), (2048, 4, 512), (2048, 2, 256)):
         launch = FusedLaunch(block, num_warps, step)
         found.append(_candidate("plain", "gumbel_fused", "gumbel_fused", FUSED=launch))
-    for num_warps in (1, 2, 4, 8):
-        for span, is_split in ((1, False), (1, True), (2, True), (4, True)):
-            if num_warps * span != 4:
-                launch = BlockedLaunch(span, is_split)
-                found.append(
-                    _candidate("plain", "gumbel_blocked", "gumbel_blocked", BLOCKED=launch, _NUM_WARPS=num_warps)
-                )
-    for launch in (
-        TruncatedLaunch(8, 4, False, collect=1024),
-        TruncatedLaunch(8, 4, False, collect=4096),
-        TruncatedLaunch(4, 4, False, collect=2048),
-        TruncatedLaunch(4, 4, True, draw_warps=8, collect=2048),
-        TruncatedLaunch(4, 4, True, draw_warps=16, collect=4096),
-        TruncatedLaunch(8, 4, True, draw_warps=4, collect=2048),
-        TruncatedLaunch(8, 4, True, draw_warps=8, collect=2048),
-        TruncatedLaunch(8, 4, True, draw_warps=8, collect=4096),
-        TruncatedLaunch(8, 2, True, draw_warps=8, collect=4096),
-        TruncatedLaunch(16, 4, True, draw_warps=8, collect=4096),
+    for block, num_warps, span, pick_warps in (
+        (4096, 2, 1, 8),
+        (4096, 4, 1, 8),
+        (4096, 4, 5, 8),
+        (2048, 2, 1, 8),
+        (2048, 2, 5, 8),
+        (2048, 1, 1, 4),
+        (2048, 1, 10, 8),
+        (1024, 1, 1, 4),
+        (1024, 1, 5, 4),
+        (1024, 1, 8, 4),
+        (1024, 1, 10, 2),
+        (1024, 1, 10, 4),
+        (1024, 1, 10, 8),
+        (1024, 1, 12, 4),
+        (1024, 1, 15, 4),
+        (512, 1, 1, 4),
+        (512, 1, 19, 4),
     ):
+        launch = BlockedLaunch(span, True, pick_warps)
+        sizes = {"_BLOCK": block, "_NUM_WARPS": num_warps}
+        found.append(_candidate("plain", "gumbel_blocked", "gumbel_blocked", **sizes, BLOCKED=launch))
+    for repeats, num_warps, draw_warps, collect in (
+        (8, 4, 8, 2048),
+        (8, 4, 8, 4096),
+        (10, 4, 8, 4096),
+        (5, 2, 8, 2048),
+        (5, 4, 4, 2048),
+        (5, 4, 8, 1024),
+        (5, 4, 8, 2048),
+        (5, 4, 8, 4096),
+        (5, 4, 16, 2048),
+        (5, 4, 16, 4096),
+        (4, 4, 8, 2048),
+        (4, 4, 16, 2048),
+        (3, 4, 16, 2048),
+    ):
+        launch = TruncatedLaunch(repeats, num_warps, True, draw_warps, collect)
         found.append(_candidate("top-k/p", "gumbel_fused", "gumbel_truncated", TRUNCATED=launch))
     return found
 
@@ -105,10 +121,10 @@ def _candidate(
     parts, names = [], []
     for name, value in values.items():
         if isinstance(value, int):
-            parts.append(f"warps={value}")
+            parts.append(f"{name.strip('_').lower()}={value}")
             names.append((name, value))
         else:
-            parts.append(" ".join(f"{key}={each}" for key, each in value._asdict().items()))
+            parts.append(" ".join(f"{key}={each}" for key, each in value._asdict().items() if key != "is_split"))
             names.append((name, ((1, value),)))
     return Candidate(case, variant, module, tuple(names), " ".join(parts))
 
@@ -138,38 +154,66 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _alone(candidate: Candidate) -> str:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        try:
-            return process.submit(check, candidate).result()
-        except Exception as error:  # the process died, or could not start
-            return _reason(error)
+def _check_in_turn(turn: Sequence[Candidate], until: float) -> list[str]:
+    """Return what is wrong with each; they are checked in one process, and in a new one after a failure."""
+    reasons: list[str] = []
+    with ExitStack() as stack:
+        process = None
+        for each in turn:
+            if time.monotonic() > until:
+                reasons.append(_NO_TIME)
+                continue
+            if process is None:
+                process = stack.enter_context(ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")))
+            try:
+                reason = process.submit(check, each).result()
+            except Exception as error:  # the process died, or could not start
+                reason = _reason(error)
+            reasons.append(reason)
+            if reason:
+                process = None
+    return reasons
 
 
-def tune_samplers(device: Device, *, progress: Callable[[str], object] = print) -> dict[str, Any]:
-    """Check and time all candidates; return the record as plain values.  CUDA only."""
+def tune_samplers(
+    device: Device, *, seconds: float = math.inf, progress: Callable[[str], object] = print
+) -> dict[str, Any]:
+    """Check and time the candidates that `seconds` suffice for; return the record as plain values.  CUDA only."""
     if device.type != "cuda":
         raise ConfigError("--samplers --tune measures kernels: it needs a CUDA device")
+    until = time.monotonic() + seconds
     tried = candidates()
     workers = max(1, min(len(tried), os.cpu_count() or 1, _MAX_WORKERS))
     progress(f"samplers: {len(tried)} candidates are compiled and checked by {workers} processes")
-    with ThreadPoolExecutor(workers) as pool:
-        reasons = list(pool.map(_alone, tried))
-    failures = {f"{each.group}: {each.name}": why for each, why in zip(tried, reasons, strict=True) if why}
-    alive = [each for each, why in zip(tried, reasons, strict=True) if not why]
     limit = measure_read_bandwidth(device)
+    turns = [tried[index::workers] for index in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        reasons = list(pool.map(_check_in_turn, turns, [until] * workers))
+    failures: dict[str, str] = {}
+    alive = []
+    for turn, whys in zip(turns, reasons, strict=True):
+        for each, why in zip(turn, whys, strict=True):
+            if why:
+                failures[each.key] = why
+            else:
+                alive.append(each)
+    alive.sort(key=tried.index)
     times: list[dict[str, Any]] = []
-    for num_rows in ROWS:
+    # the largest batch first: it is what a bound in time should leave out last
+    for num_rows in sorted(ROWS, reverse=True):
         progress(f"samplers: {num_rows} rows, {len(alive)} candidates")
         batch = SamplerBatch(device, num_rows, VOCAB)
         for each in alive:
+            if time.monotonic() > until:
+                failures[each.key] = _NO_TIME
+                continue
             try:
                 with each.used():
-                    seconds, _ = batch.seconds(each.variant, each.case)
+                    duration, _ = batch.seconds(each.variant, each.case)
             except Exception as error:  # one candidate must not cost the others
-                failures[f"{each.group}: {each.name}"] = _reason(error)
+                failures[each.key] = _reason(error)
                 continue
-            times.append({"group": each.group, "name": each.name, "num_rows": num_rows, "us": 1e6 * seconds})
+            times.append({"group": each.group, "name": each.name, "num_rows": num_rows, "us": 1e6 * duration})
         del batch
         torch.cuda.empty_cache()
     return make_record(times, failures, limit.value, VOCAB)
@@ -191,6 +235,7 @@ def make_record(
     return {
         "kind": KIND,
         "environment": environment(),
+        "vocab": vocab,
         "read_gigabytes_per_second": 1e-9 * bytes_per_second,
         "times": times,
         "failures": failures,
@@ -202,12 +247,17 @@ def report(record: dict[str, Any]) -> str:
     """Return the times as a table, then the fastest of each group and batch."""
     rows = sorted({each["num_rows"] for each in record["times"]})
     found = {(each["group"], each["name"], each["num_rows"]): each["us"] for each in record["times"]}
-    lines = [f"{'microseconds':84}" + "".join(f"{f'N = {n}':>9}" for n in rows)]
+    head = f"microseconds, and share of reads at {record['read_gigabytes_per_second']:,.0f} GB/s"
+    lines = [f"{head:84}" + "".join(f"{f'N = {n}':>16}" for n in rows)]
     for group, name in dict.fromkeys((group, name) for group, name, _ in found):
-        cells = (found.get((group, name, n)) for n in rows)
-        lines.append(f"{group:22} {name:61}" + "".join(f"{'-' if us is None else f'{us:.1f}':>9}" for us in cells))
+        cells = ""
+        for n in rows:
+            us = found.get((group, name, n))
+            share = 0.0 if us is None else n * record["vocab"] * 2e-3 / us / record["read_gigabytes_per_second"]
+            cells += f"{'-':>16}" if us is None else f"{us:>10.1f}{share:>6.0%}"
+        lines.append(f"{group:22} {name:61}{cells}")
     lines += [f"failed {name}: {why}" for name, why in record["failures"].items()]
-    lines.append(f"best (reads at {record['read_gigabytes_per_second']:,.0f} GB/s)")
+    lines.append("best")
     lines += [
         f"{key:28} {each['us']:6.1f} us {each['share']:5.0%} of read  {each['name']}"
         for key, each in record["best"].items()

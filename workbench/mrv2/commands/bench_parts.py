@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -53,6 +54,8 @@ class Part(NamedTuple):
     reads: tuple[str, ...] = ()
     # it loads an engine: options and knobs are for that
     has_engine: bool = False
+    # engine options besides `device` that it reads without an engine
+    options: tuple[str, ...] = ()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +67,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             one.add_argument(part.flag, action="store_true", help=part.help)
         else:
             one.add_argument(part.flag, metavar=part.metavar, help=part.help)
-    group.add_argument("--tune", action="store_true", help="with --samplers: time candidate launches of their kernels")
+    group.add_argument("--tune", action="store_true", help="with --samplers or --layers: time candidate launches")
+    group.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="with --samplers --tune: leave out the candidates that are not checked and timed within S seconds",
+    )
     group.add_argument(
         "--rates",
         metavar="LIST",
@@ -84,8 +93,12 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
 
     Raises `ConfigError` for a flag that the part has no use for.
     """
-    if args.tune and not args.samplers:
-        raise ConfigError("--tune belongs to --samplers: mrv2 bench --samplers --tune")
+    if args.tune and not (args.samplers or args.layers):
+        raise ConfigError("--tune belongs to a part: mrv2 bench --samplers --tune, mrv2 bench --layers --tune")
+    if args.seconds is not None and not (args.tune and args.samplers):
+        raise ConfigError("--seconds belongs to --samplers --tune: mrv2 bench --samplers --tune --seconds S")
+    if args.seconds is not None and not args.seconds > 0:
+        raise ConfigError(f"--seconds {args.seconds}: a number above 0")
     for name in ("rates", "acceptance"):
         if getattr(args, name) is not None and not args.speculation:
             raise ConfigError(f"--{name} belongs to --speculation: mrv2 bench --speculation --{name} LIST")
@@ -96,7 +109,7 @@ def chosen(args: argparse.Namespace, options: dict[str, Any]) -> PartRun | None:
     legal = (*part.reads, *(_KNOB_FLAGS if part.has_engine else ()))
     useless = [flag(name) for name in given if name not in legal]
     if not part.has_engine:
-        useless += [flag(name) for name in options if name != "device"]
+        useless += [flag(name) for name in options if name not in ("device", *part.options)]
     if useless:
         raise ConfigError(f"{part.flag} does not take {', '.join(useless)}")
     if "runners" in given and "runners" not in part.reads:
@@ -116,7 +129,8 @@ def _samplers(args: argparse.Namespace, options: dict[str, Any], record_path: Pa
 
     if args.tune:
         with _device(options) as device:
-            record = sampler_tuning.tune_samplers(device, progress=note)
+            seconds = math.inf if args.seconds is None else args.seconds
+            record = sampler_tuning.tune_samplers(device, seconds=seconds, progress=note)
         return _finish(record, sampler_tuning.report(record), sampler_tuning.headline(record), record_path)
     with _device(options) as device:
         record = measure_samplers(device, progress=note)
@@ -127,15 +141,23 @@ def _gemms(args: argparse.Namespace, options: dict[str, Any], record_path: Path 
     """Return 1 if a picked chain is wrong."""
     from mrv2.bench.gemms import headline, is_right, measure_gemms, report
 
+    quantization = options.get("quantization")
+    if quantization not in (None, "fp8"):
+        raise ConfigError(f"--gemms --quantization {quantization}: fp8, or none for weights of 16 bits")
     with _device(options) as device:
-        record = measure_gemms(device, progress=note)
+        record = measure_gemms(device, quantization=quantization, progress=note)
     _finish(record, report(record), headline(record), record_path)
     return int(not is_right(record))
 
 
 def _layers(args: argparse.Namespace, options: dict[str, Any], record_path: Path | None) -> int:
+    from mrv2.bench import forward_tuning
     from mrv2.bench.layers import headline, measure_layers, report
 
+    if args.tune:
+        with _device(options) as device:
+            record = forward_tuning.tune_forward(device, progress=note)
+        return _finish(record, forward_tuning.report(record), forward_tuning.headline(record), record_path)
     with _device(options) as device:
         record = measure_layers(device, progress=note)
     return _finish(record, report(record), headline(record), record_path)
@@ -314,7 +336,12 @@ def _speculation(args: argparse.Namespace, options: dict[str, Any], record_path:
 
 PARTS = (
     Part("--samplers", "the values of the knob sampler on random logits (CUDA)", _samplers),
-    Part("--gemms", "plans for the matrix products of few rows (CUDA)", _gemms),
+    Part(
+        "--gemms",
+        "plans for the matrix products of few rows, with --quantization fp8 of 8-bit weights (CUDA)",
+        _gemms,
+        options=("quantization",),
+    ),
     Part("--layers", "attention kernels and their launch plans (CUDA)", _layers),
     Part(
         "--structured",

@@ -132,6 +132,13 @@ def _add_assert(verbs: Any) -> None:
     parser.add_argument(
         "--step-bubble-p95-us", type=float, metavar="X", help="95th percentile of the gaps' sum in a step"
     )
+    parser.add_argument(
+        "--stage-gap-p95-us", action="append", default=[], metavar="A..B=X",
+        help="95th percentile of the GPU's idle time between two stages of a step; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-graph-idle", type=float, metavar="SHARE", help="idle time (0 to 1) between executions of CUDA graphs"
+    )
 
 
 def analysis_of(args: argparse.Namespace, path: str) -> Analysis:

@@ -18,6 +18,7 @@ Check = tuple[str, "Callable[[Analysis], None]"]
 def checks_of(args: argparse.Namespace) -> list[Check]:
     """Return the checks asked for; raises `ConfigError` if there are none or one is ill-formed."""
     checks = _no_sync(args) + [_overlap(text) for text in args.overlap] + _bubbles(args)
+    checks += [_stage_gap(text) for text in args.stage_gap_p95_us] + _graph_idle(args)
     if not checks:
         raise ConfigError("nothing to check: give --no-sync, --overlap, --max-bubble-us or another statement")
     return checks
@@ -91,3 +92,36 @@ def _bubbles(args: argparse.Namespace) -> list[Check]:
 
         checks.append((f"{words} at most {value:g} us", check))
     return checks
+
+
+def _stage_gap(text: str) -> Check:
+    stages, _, limit_text = text.rpartition("=")
+    first, dots, second = stages.partition("..")
+    try:
+        limit = float(limit_text)
+    except ValueError:
+        limit = -1.0
+    if not (first and dots and second) or not limit >= 0:
+        raise ConfigError(f"--stage-gap-p95-us {text}: expected two stages and microseconds, as in verify..draft=10")
+
+    def check(analysis: Analysis) -> None:
+        from mrv2.trace.assertions import assert_stage_gap
+
+        assert_stage_gap(analysis, first, second, p95_ns=round(limit * 1e3))
+
+    return f"95th percentile of the idle time between {first!r} and {second!r} at most {limit:g} us", check
+
+
+def _graph_idle(args: argparse.Namespace) -> list[Check]:
+    share = args.max_graph_idle
+    if share is None:
+        return []
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError(f"--max-graph-idle {share}: expected a share from 0 to 1, as in 0.02")
+
+    def check(analysis: Analysis) -> None:
+        from mrv2.trace.assertions import assert_graph_idle
+
+        assert_graph_idle(analysis, at_most=share)
+
+    return [(f"idle between CUDA graphs at most {100 * share:g} %", check)]

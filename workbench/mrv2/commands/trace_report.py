@@ -88,7 +88,7 @@ def headline(analysis: Analysis) -> dict[str, Any]:
         known = None if column is None else column[~np.isnan(column.astype(np.float64))]
         return float(known.mean()) if known is not None and len(known) else None
 
-    idle = [each.idle_share for each in overview.devices]
+    idle, graphs = [each.idle_share for each in overview.devices], analysis.graph_idle()
     return {
         "steps": num,
         "window_ns": window,
@@ -99,6 +99,9 @@ def headline(analysis: Analysis) -> dict[str, Any]:
         "overlap_gpu": overview.overlap_gpu,
         "gpu_utilization": overview.utilization,
         "gpu_idle": None if not idle or any(each is None for each in idle) else sum(idle) / len(idle),  # type: ignore[arg-type]  # no None is left
+        "graph_executions": None if graphs is None else graphs.num_executions,
+        "idle_between_graphs": None if graphs is None else graphs.between_share,
+        "idle_inside_graphs": None if graphs is None else graphs.inside_share,
         "gpu_busy_is_upper_bound": overview.busy_is_upper_bound,
         "exposed_cpu_a_step_ns": a_step(overview.mean("exposed_ns")),
         "bubbles_a_step": a_step(overview.mean("num_bubbles")),
@@ -121,6 +124,9 @@ _WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "overlap_gpu": ("GPU busy time beside CPU work", lambda share: percent(share, 1)),
     "gpu_utilization": ("GPU busy", lambda share: percent(share, 1)),
     "gpu_idle": ("GPU idle", lambda share: percent(share, 1)),
+    "graph_executions": ("CUDA graph executions, warm-up left out", str),
+    "idle_between_graphs": ("GPU idle between graphs", lambda share: percent(share, 2)),
+    "idle_inside_graphs": ("GPU idle inside graphs", lambda share: percent(share, 2)),
     "exposed_cpu_a_step_ns": ("exposed CPU time a step, us", lambda ns: number(ns / 1e3, 0)),
     "bubbles_a_step": ("bubbles a step", lambda count: number(count, 1)),
     "bubble_a_step_ns": ("bubble time a step, us", lambda ns: number(ns / 1e3, 0)),

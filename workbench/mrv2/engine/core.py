@@ -176,7 +176,7 @@ class EngineCore:
             self.executor.capture_graphs()
         else:
             self.executor.graphs.postpone(knobs)
-        if knobs.runner != self.knobs.runner:
+        if not knobs.keeps_rows_of(self.knobs):
             self.scheduler.forget_rows()
         rules = [(k.spec_method, k.verification, k.draft_sampling, k.grammar_drafts) for k in (self.knobs, knobs)]
         if rules[0] != rules[1]:

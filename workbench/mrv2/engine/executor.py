@@ -30,8 +30,9 @@ from mrv2_models.model_state import resolve_model_state
 from mrv2_models.registry import load_model, resolve_model
 
 MAX_QUEUE_DEPTH = 4
-# mixed batches up to this many tokens replay graphs
-MAX_MIXED_GRAPH_TOKENS = 512
+# mixed batches up to this many tokens replay graphs; launched one by one, a step of prompts takes the host longer than
+# the GPU up to some 8,192 tokens of a small model
+MAX_MIXED_GRAPH_TOKENS = 8192
 # share of the host's free memory that the KV cache takes when no size is given
 HOST_KV_SHARE = 0.25
 
@@ -166,15 +167,15 @@ class UniProcExecutor:
             return self.runner.sample_tokens(grammar)
 
     def set_knobs(self, knobs: Knobs) -> None:
-        """Put `knobs` in force; no step is in flight.  Another runner starts with empty rows.
+        """Put `knobs` in force; no step is in flight.
 
-        What has no graph runs without, until `graphs` has captured it.
+        Another runner, or way to prepare inputs, starts with empty rows.  What has no graph runs without, until
+        `graphs` has captured it.
         """
         runner = self._runner(knobs.runner)
-        self.knobs = self.resources.knobs = knobs
-        if runner is not self.runner:
+        if not knobs.keeps_rows_of(self.knobs):
             self.runner.reset()
-            self.runner = runner
+        self.knobs, self.resources.knobs, self.runner = knobs, knobs, runner
 
     def catch_up(self, method: str, num_computed: dict[str, int]) -> None:
         """Let a draft model read what running requests, id -> tokens, have computed without it."""
@@ -275,6 +276,9 @@ class UniProcExecutor:
         logits += min(MAX_CHUNK_ROWS, tokens) * self.vocab_size * self.model.dtype.itemsize
         self.device.synchronize("memory profile")
         peak = torch.cuda.max_memory_allocated() - before
+        if self.buckets.mixed and tokens <= self.buckets.mixed[-1]:
+            # the pool of the graphs holds a forward pass of this size once more
+            peak *= 2
         torch.cuda.empty_cache()
         return peak + logits + (256 << 20)
 

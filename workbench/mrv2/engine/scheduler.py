@@ -279,8 +279,8 @@ class Scheduler:
         return result
 
     def forget_rows(self) -> None:
-        """The runner was exchanged: every running request needs a row again; blocks and progress stay."""
-        assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before exchanging the runner"
+        """The runner starts with empty rows: every running request needs one again; blocks and progress stay."""
+        assert not self.in_flight, f"{len(self.in_flight)} steps are in flight; drain before the rows are given up"
         for request in self.running:
             request.has_row = False
             request.num_proposed = request.num_forced = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 # host, engine loop
 SCHEDULE = "schedule"
 EXECUTE_MODEL = "execute_model"
+# inside execute_model, with input_prep="host"
+BUILD_INPUTS = "build_inputs"
 FILL_GRAMMAR_MASK = "fill_grammar_mask"
 WAIT_GRAMMAR = "wait_grammar"
 SAMPLE_TOKENS = "sample_tokens"
@@ -49,6 +51,7 @@ HOST_STAGES = frozenset(
     {
         SCHEDULE,
         EXECUTE_MODEL,
+        BUILD_INPUTS,
         FILL_GRAMMAR_MASK,
         WAIT_GRAMMAR,
         SAMPLE_TOKENS,

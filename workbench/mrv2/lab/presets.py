@@ -24,6 +24,7 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "V2 sync": ("device-side preparation, but every step is waited for", _SYNC),
     "V2 async": ("the default: step n+1 is launched before the tokens of step n are known", {}),
     "V2 async, depth 4": ("the host runs up to three steps ahead", {"queue_depth": 4}),
+    "V2 async, host inputs": ("NumPy on the host builds what kernels build otherwise", {"input_prep": "host"}),
     "V2 async, step graphs": ("one graph from staged writes to post_update", {"cuda_graphs": "step"}),
     "V2 async, eager": ("no CUDA graphs: every kernel is launched from Python", {"cuda_graphs": "off"}),
 }

@@ -79,7 +79,7 @@ class PinnedOutput:
     logprobs: StepLogprobs | None = None
     # batch row -> why its request must end; complete once the copy has arrived
     errors: dict[int, str] = field(default_factory=dict)
-    # called once on the host after the wait (V1's bookkeeping)
+    # called once on the host after the wait, while the slot still holds the output (bookkeeping on the host)
     on_ready: Callable[[np.ndarray], None] | None = field(default=None)
 
     def get(self) -> StepOutput:
@@ -90,8 +90,8 @@ class PinnedOutput:
         output = StepOutput(self.step, self.req_ids, sampled, num_sampled, errors=self.errors)
         if self.logprobs is not None:
             self.logprobs.arrive(output)
-        self.slots.give_back(self.slot)
         self.keep_alive, self.logprobs = (), None
         if self.on_ready is not None:
             self.on_ready(sampled)
+        self.slots.give_back(self.slot)
         return output

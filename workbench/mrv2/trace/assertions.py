@@ -144,6 +144,58 @@ def assert_max_bubble(
             )
 
 
+def assert_stage_gap(source: Trace | Analysis, first: str, second: str, *, p95_ns: int) -> None:
+    """Assert that the GPU hardly idles between two stages of a step.
+
+    Args:
+        first, second: stages, in the order in which they run.
+        p95_ns: of the 95th percentile, over steps behind the warm-up, of the idle time between the last operation of
+            `first` and the first one of `second` (the largest, below 20 steps).
+
+    Raises:
+        TraceAssertionError: the limit is exceeded, or the trace cannot tell.
+    """
+    analysis = _analysis(source)
+    what = f"idle time between {first!r} and {second!r} at most {p95_ns} ns"
+    _require_complete(analysis, what)
+    _require_gpu(analysis, what)
+    if not len(analysis.windows):
+        raise TraceAssertionError(f"{what}: {analysis.windows.source}")
+    gaps = analysis.stage_gaps(first, second)
+    if gaps is None:
+        hint = analysis.trace.coverage["ops.captured"].reason or "they did not run"
+        raise TraceAssertionError(f"{what}: no operations are known to belong to both stages ({hint})")
+    settled = gaps.take(np.isin(gaps.step, analysis.windows.step[analysis.warmup :]))
+    if not len(settled):
+        raise TraceAssertionError(f"{what}: no step behind the warm-up ran both stages")
+    if _p95(settled.idle_ns) > p95_ns:
+        worst = int(settled.idle_ns.argmax())
+        raise TraceAssertionError(
+            f"{what}: the 95th percentile of {len(settled)} steps is {_p95(settled.idle_ns):.0f} ns; the longest, "
+            f"{int(settled.idle_ns[worst])} ns, in step {int(settled.step[worst])}"
+        )
+
+
+def assert_graph_idle(source: Trace | Analysis, *, at_most: float) -> None:
+    """Assert that the GPU idles for a small share of the time between the executions of CUDA graphs.
+
+    Args:
+        at_most: 0..1, of the time from the first execution behind the warm-up to the last.
+
+    Raises:
+        TraceAssertionError: the share is larger, or the trace cannot tell.
+    """
+    analysis = _analysis(source)
+    what = f"idle between CUDA graphs at most {percent(at_most)}"
+    _require_complete(analysis, what)
+    _require_gpu(analysis, what)
+    found = analysis.graph_idle()
+    if found is None:
+        raise TraceAssertionError(f"{what}: fewer than two executions of CUDA graphs were recorded in the steps")
+    if found.between_share > at_most:
+        raise TraceAssertionError(f"{what}: it is {percent(found.between_share)} of {found.num_executions} executions")
+
+
 def _analysis(source: Trace | Analysis) -> Analysis:
     return source if isinstance(source, Analysis) else Analysis(source)
 

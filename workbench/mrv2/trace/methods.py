@@ -7,7 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mrv2.trace.analysis import Analysis, Bubbles, Captures, Overview, Stages, Steps, SyncTable
+    from mrv2.trace.analysis import (
+        Analysis,
+        Bubbles,
+        Captures,
+        GraphIdle,
+        Overview,
+        StageGaps,
+        Stages,
+        Steps,
+        SyncTable,
+    )
     from mrv2.trace.compare import Align, Comparison
     from mrv2.trace.table import Trace
 
@@ -53,6 +63,14 @@ class TraceMethods:
         """Return the device time of graph nodes by the ranges at their capture; None if no capture was recorded."""
         return self.analyze().captures()
 
+    def stage_gaps(self, first: str, second: str) -> StageGaps | None:
+        """Return the GPU's time between two stages of each step; None if one of them cannot be told or did not run."""
+        return self.analyze().stage_gaps(first, second)
+
+    def graph_idle(self) -> GraphIdle | None:
+        """Return the GPU's idle time between and inside executions of CUDA graphs; None below two executions."""
+        return self.analyze().graph_idle()
+
     def compare(self, other: Trace, align: Align = "auto", **settings: Any) -> Comparison:
         """Compare with another trace; differences are other - self.  See `compare.compare`."""
         return _above("compare").compare(self.analyze(), other, align=align, **settings)
@@ -68,3 +86,11 @@ class TraceMethods:
     def assert_max_bubble(self, **limits: int | None) -> None:
         """Assert upper limits on the gaps of the GPU; see `assertions.assert_max_bubble`."""
         _above("assertions").assert_max_bubble(self.analyze(), **limits)
+
+    def assert_stage_gap(self, first: str, second: str, *, p95_ns: int) -> None:
+        """Assert an upper limit on the GPU's idling between two stages; see `assertions.assert_stage_gap`."""
+        _above("assertions").assert_stage_gap(self.analyze(), first, second, p95_ns=p95_ns)
+
+    def assert_graph_idle(self, *, at_most: float) -> None:
+        """Assert an upper limit on the GPU's idling between CUDA graphs; see `assertions.assert_graph_idle`."""
+        _above("assertions").assert_graph_idle(self.analyze(), at_most=at_most)

@@ -32,6 +32,7 @@ from mrv2.runner.protocol import GrammarMask, GraphSet, RunnerStats, SchedulerOu
 from mrv2.runner.resources import RunnerResources
 from mrv2.runner.v2.drafting import Drafting
 from mrv2.runner.v2.grammar_drafts import GrammarDrafts
+from mrv2.runner.v2.input_preparation import InputPreparations
 from mrv2.runner.v2.request_state import RequestState
 from mrv2.runner.v2.sampler import Sampler, SamplingPlan, sample_rows
 from mrv2.runner.v2.sampling.context import LogitsHolder, SamplingContext
@@ -39,12 +40,7 @@ from mrv2.runner.v2.sampling.logprobs import LogprobPlan, WideRow, gather_prompt
 from mrv2.runner.v2.speculation import Speculation
 from mrv2.runner.v2.step_graph import ReplayedStep, StepGraphs
 from mrv2.runner.v2.upload import StepUpload, UploadedBatch
-from mrv2_kernels.inputs.combine import combine_sampled_and_draft_tokens
-from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.inputs.post_update import post_update
-from mrv2_kernels.inputs.prepare import prepare_pos_seq_lens, prepare_prefill_inputs
-from mrv2_kernels.state.block_table import compute_slot_mapping, gather_block_tables
-from mrv2_kernels.state.staged_write import apply_staged_writes
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.model_state import ForwardBatch, ModelState
 
@@ -81,6 +77,7 @@ class ModelRunnerV2:
             max_num_spec_tokens=r.max_num_spec_tokens,
         )
         width = 1 + r.max_num_spec_tokens
+        self.inputs = InputPreparations(r, self.state)
         self.speculation = Speculation(r, self.state)
         self.drafting = Drafting(r, self.state)
         self.sampler = Sampler(r, self.state.arena)
@@ -145,7 +142,7 @@ class ModelRunnerV2:
         num_logits = num_reqs + num_drafts
         # a batch of decodes and verifications alone needs logits of every token
         row_is_token = num_logits == num_tokens
-        self._submit_preparation(batch, forward_batch, self.logits_indices[:num_logits], has_prefill)
+        self.inputs.submit(scheduled, rows, batch, forward_batch, self.logits_indices[:num_logits], has_prefill)
         replayed = forward.run(key, forward_batch, self.main, knobs)
 
         holder = LogitsHolder()
@@ -188,6 +185,7 @@ class ModelRunnerV2:
         if plan.logprobs is not None:
             logprobs = self._gather_logprobs(plan.logprobs, holder, forward_batch, targets)
         output = self._copy_output(scheduled, targets, verified, logprobs, plan.errors)
+        self.inputs.chosen.follow(output)
         sampled, num_sampled, num_rejected = verified or (targets, batch.num_sampled, self.num_rejected[:num_reqs])
         self.main.run(
             stages.POST_UPDATE,
@@ -216,6 +214,7 @@ class ModelRunnerV2:
     def reset(self) -> None:
         """Forget every request."""
         self.state.reset()
+        self.inputs.reset()
         self._req_ids = None
 
     def _update_rows(self, scheduled: SchedulerOutput) -> np.ndarray:
@@ -226,9 +225,11 @@ class ModelRunnerV2:
             self.drafting.remove_request(self.main, row)
         for request in scheduled.new_requests:
             row = state.add(request, self.sampler)
+            self.inputs.chosen.add_request(row, request)
             self.model_state.add_request(row, request.token_ids, request.num_computed_tokens)
         if scheduled.new_block_ids:
             state.append_blocks(scheduled.new_block_ids)
+            self.inputs.chosen.append_blocks(scheduled.new_block_ids)
         if scheduled.req_ids is not self._req_ids or scheduled.new_requests:
             row_of = state.row_of
             self._req_ids = scheduled.req_ids if scheduled.total_tokens == scheduled.num_reqs else None
@@ -239,42 +240,6 @@ class ModelRunnerV2:
         self._pending = self.step_graphs.replay(scheduled, rows, self.main)
         self.stats.num_graph_replays += 1
         self.stats.num_step_replays += 1
-
-    def _submit_preparation(
-        self,
-        batch: UploadedBatch,
-        forward_batch: ForwardBatch,
-        # [N] int32, out
-        logits_indices: torch.Tensor,
-        has_prefill: bool,
-    ) -> None:
-        state = self.state
-        if batch.num_runs:
-            self.main.run(stages.STAGED_WRITES, self._apply_runs, state.arena.words, batch)
-        decode_only = forward_batch.uniform_decode and not has_prefill and len(forward_batch.block_tables) == 1
-        if decode_only:
-            self.main.run(
-                stages.PREPARE_INPUTS,
-                self._prepare_decode_inputs,
-                state,
-                self.model_state,
-                forward_batch,
-                batch.num_reqs,
-                self.resources.block_size,
-            )
-            return
-        self.main.run(stages.GATHER_BLOCK_TABLES, self._gather_block_tables, state, forward_batch)
-        self.main.run(
-            stages.PREPARE_INPUTS,
-            self._prepare_inputs,
-            state,
-            self.model_state,
-            forward_batch,
-            batch.cu_num_logits,
-            logits_indices,
-            self.resources.block_size,
-            has_prefill,
-        )
 
     def _gather_logprobs(
         self, plan: LogprobPlan, holder: LogitsHolder, batch: ForwardBatch, sampled: torch.Tensor
@@ -336,101 +301,6 @@ class ModelRunnerV2:
         return self.copy_stream if self.resources.knobs.output_copy == "side_stream" else self.main
 
     # Device code: reads nothing but its arguments.
-
-    @staticmethod
-    def _apply_runs(words: torch.Tensor, batch: UploadedBatch) -> None:
-        apply_staged_writes(
-            words, batch.run_rows, batch.run_starts, batch.run_cu_lens, batch.run_contents, max_len=batch.max_run
-        )
-
-    @staticmethod
-    def _gather_block_tables(state: RequestState, batch: ForwardBatch) -> None:
-        for group, table in enumerate(batch.block_tables):
-            source = state.arena[f"block_table_{group}"]
-            gather_block_tables(table, source, state.arena["num_blocks"], batch.idx_mapping)
-
-    @staticmethod
-    def _prepare_inputs(
-        state: RequestState,
-        model_state: ModelState,
-        batch: ForwardBatch,
-        # [B + 1]
-        cu_num_logits: torch.Tensor,
-        # [N], out
-        logits_indices: torch.Tensor,
-        block_size: int,
-        has_prefill: bool,
-    ) -> None:
-        arena = state.arena
-        idx_mapping, query_start_loc = batch.idx_mapping, batch.query_start_loc
-        if has_prefill:
-            prepare_prefill_inputs(
-                batch.input_ids,
-                idx_mapping,
-                query_start_loc,
-                arena["token_ids"],
-                arena["prefill_len"],
-                arena["num_computed_tokens"],
-                max_query_len=batch.max_query_len,
-            )
-        prepare_pos_seq_lens(
-            batch.positions,
-            batch.seq_lens,
-            idx_mapping,
-            query_start_loc,
-            arena["num_computed_tokens"],
-            max_query_len=batch.max_query_len,
-        )
-        combine_sampled_and_draft_tokens(
-            batch.input_ids,
-            logits_indices,
-            idx_mapping,
-            query_start_loc,
-            batch.seq_lens,
-            arena["prefill_len"],
-            state.last_sampled_tokens,
-            state.draft_tokens,
-            cu_num_logits,
-        )
-        for group, slots in enumerate(batch.slot_mappings):
-            compute_slot_mapping(
-                slots,
-                arena[f"block_table_{group}"],
-                idx_mapping,
-                query_start_loc,
-                batch.positions,
-                block_size=block_size,
-            )
-        model_state.apply_staged_writes()
-        model_state.preprocess_state(batch)
-
-    @staticmethod
-    def _prepare_decode_inputs(
-        state: RequestState,
-        model_state: ModelState,
-        batch: ForwardBatch,
-        # [1] int32
-        num_reqs: torch.Tensor,
-        block_size: int,
-    ) -> None:
-        """One launch for what `_gather_block_tables` and `_prepare_inputs` do with four."""
-        arena = state.arena
-        prepare_decode_inputs(
-            batch.input_ids,
-            batch.positions,
-            batch.seq_lens,
-            batch.slot_mappings[0],
-            batch.block_tables[0],
-            batch.idx_mapping,
-            arena["num_computed_tokens"],
-            state.last_sampled_tokens,
-            arena["block_table_0"],
-            arena["num_blocks"],
-            num_reqs,
-            block_size=block_size,
-        )
-        model_state.apply_staged_writes()
-        model_state.preprocess_state(batch)
 
     @staticmethod
     def _compute_logits(

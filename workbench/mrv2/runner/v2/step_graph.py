@@ -215,6 +215,7 @@ class StepGraphs:
     def _may_replay(self, knobs: Knobs) -> bool:
         return (
             knobs.cuda_graphs == "step"
+            and knobs.input_prep == "device"
             and knobs.attention == "triton"
             and self.resources.forward.model_state.step_graphs
             and len(self.resources.forward.buffers.block_tables) == 1

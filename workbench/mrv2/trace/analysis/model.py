@@ -21,11 +21,13 @@ from mrv2.trace.table import OpKind, Trace, TraceError
 if TYPE_CHECKING:
     from mrv2.trace.analysis.bubbles import Bubbles
     from mrv2.trace.analysis.captures import Captures
+    from mrv2.trace.analysis.graph_idle import GraphIdle
     from mrv2.trace.analysis.launches import Launches
     from mrv2.trace.analysis.overlap import CopyOverlap, Overview
     from mrv2.trace.analysis.projection import Projection
     from mrv2.trace.analysis.quantiles import Stages
     from mrv2.trace.analysis.skew import Skew
+    from mrv2.trace.analysis.stage_gaps import StageGaps
     from mrv2.trace.analysis.steps import Steps
     from mrv2.trace.analysis.syncs import SyncTable
 
@@ -251,6 +253,22 @@ class Analysis:
         from mrv2.trace.analysis.captures import capture_table
 
         return capture_table(self)
+
+    def stage_gaps(self, first: str, second: str) -> StageGaps | None:
+        """Return the GPU's time between two stages of each step; None if one of them cannot be told or did not run."""
+        from mrv2.trace.analysis.stage_gaps import stage_gaps
+
+        return stage_gaps(self, first, second)
+
+    def graph_idle(self) -> GraphIdle | None:
+        """Return the GPU's idle time between and inside executions of CUDA graphs; None below two executions."""
+        return self._graph_idle
+
+    @cached_property
+    def _graph_idle(self) -> GraphIdle | None:
+        from mrv2.trace.analysis.graph_idle import graph_idle
+
+        return graph_idle(self)
 
     def stages(self) -> Stages:
         """Return the durations of each stage, on the host and on the device."""

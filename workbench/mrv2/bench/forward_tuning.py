@@ -1,0 +1,355 @@
+"""Launch plans of decode attention, timed where they work: in the forward pass of a whole model, as one CUDA graph.
+
+A launch alone in a loop does not show what it costs in a step.  There it stands between products, may begin before
+the product in front of it has ended, reads keys and values that left the cache a step ago, and holds shared memory
+that the product behind it wants for its weights.  So each candidate replaces the plan of one bucket, the forward
+pass of that bucket is captured anew, and its replays are timed.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from mrv2.bench.environment import environment
+from mrv2.bench.layer_problems import BLOCK_SIZE, QWEN3, check_decode
+from mrv2.device import Device, make_device
+from mrv2.errors import ConfigError
+from mrv2_kernels.attention import plan as plans
+from mrv2_kernels.attention.plan import DecodeChoice, DecodePlan, decode_choice
+from mrv2_models.attention import AttentionMetadata
+from mrv2_models.causal_lm import CausalLM
+from mrv2_models.kv_cache import allocate_kv_caches, group_specs
+from mrv2_models.model_state import ForwardBatch, resolve_model_state
+from mrv2_models.registry import load_model
+
+KIND = "mrv2-forward-tuning"
+MODEL = "qwen3-0.6b"
+# requests -> contexts
+BUCKETS: dict[int, tuple[int, ...]] = {
+    1: (384, 4096),
+    8: (384, 8192),
+    16: (384, 4096),
+    32: (384, 4096),
+    64: (384, 2048),
+    128: (384, 1024),
+    256: (160, 1024),
+    512: (160, 512),
+}
+# (keys a tile, warps, stages), programs that may share a context, tiles of each
+Shapes = tuple[tuple[tuple[int, int, int], tuple[int, ...], tuple[int, ...]], ...]
+# of 64 requests and more
+_MANY: Shapes = (
+    ((16, 1, 3), (1,), (4,)),
+    ((16, 1, 4), (1,), (4,)),
+    ((16, 2, 3), (1,), (4,)),
+    ((32, 1, 2), (1,), (4,)),
+    ((32, 1, 3), (1,), (4,)),
+    ((32, 2, 2), (1,), (4,)),
+    ((32, 2, 3), (1,), (4,)),
+    ((32, 4, 3), (1,), (4,)),
+    ((64, 1, 2), (1,), (2,)),
+    ((64, 2, 2), (1,), (2,)),
+    ((64, 4, 3), (1,), (2,)),
+)
+# of 16 to 128, whose contexts several programs may share
+_SOME: Shapes = (
+    ((16, 1, 2), (2, 4, 8), (4,)),
+    ((16, 1, 3), (2, 4, 8), (4,)),
+    ((32, 1, 2), (2, 4, 8), (2,)),
+    ((32, 2, 2), (2, 4), (2,)),
+    ((64, 1, 2), (1, 2, 4), (1,)),
+    ((64, 2, 2), (1, 2, 4), (1,)),
+    ((128, 4, 2), (1, 2, 4), (1,)),
+)
+# requests -> launches worth a try
+SHAPES: dict[int, Shapes] = {
+    1: (
+        ((32, 4, 3), (32, 16), (1,)),
+        ((32, 4, 2), (32,), (1,)),
+        ((32, 2, 2), (32,), (1,)),
+        ((32, 8, 2), (32,), (1,)),
+        ((64, 4, 2), (32, 16, 8), (1,)),
+        ((64, 8, 2), (32, 16), (1,)),
+        ((16, 1, 3), (32,), (1, 2)),
+        ((16, 2, 3), (32,), (1, 2)),
+        ((128, 8, 2), (32, 8), (1,)),
+    ),
+    8: (
+        ((128, 4, 2), (4, 2), (1, 2)),
+        ((128, 8, 2), (4, 2), (1, 2)),
+        ((64, 4, 2), (4, 8), (1, 2)),
+        ((64, 4, 3), (4, 8), (1, 2)),
+        ((64, 2, 2), (4, 8, 16), (1,)),
+        ((64, 1, 2), (4, 8, 16), (1,)),
+        ((32, 1, 2), (8, 16), (1, 2)),
+        ((32, 2, 2), (8, 16), (1, 2)),
+        ((32, 4, 3), (4, 8), (2, 4)),
+        ((16, 1, 3), (8, 16), (2,)),
+        ((16, 2, 3), (4, 8, 16), (2, 4)),
+    ),
+    32: (
+        *_SOME,
+        ((128, 8, 2), (1,), (1,)),
+        ((64, 4, 3), (1, 2), (2,)),
+        ((32, 4, 3), (2, 4), (4,)),
+        ((16, 2, 3), (2, 4, 8), (8,)),
+    ),
+    16: _SOME,
+    64: (*_MANY, *_SOME),
+    128: (*_MANY, *_SOME[:4]),
+    256: _MANY,
+    512: _MANY,
+}
+_REPLAYS, _ROUNDS = 12, 5
+_STAGE = "measure"
+
+
+@dataclass(frozen=True)
+class ForwardTime:
+    """One choice in one bucket."""
+
+    batch: int
+    context: int
+    choice: DecodeChoice
+    # of a forward pass with its logits
+    microseconds: float
+
+
+def candidates(batch: int) -> list[DecodeChoice]:
+    """Return the choices worth a try for `batch` requests: the one in force first, and the kernels one by one."""
+    now = decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16)
+    found = [now, DecodeChoice(now.plan, ahead=not now.ahead), DecodeChoice(now.plan, fused=False)]
+    for tile, splits, tiles in SHAPES[batch]:
+        plans = [DecodePlan(*tile, num_splits, each) for num_splits in splits for each in tiles]
+        found += [DecodeChoice(plan, ahead=True) for plan in plans]
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def in_force(batch: int, choice: DecodeChoice) -> Iterator[None]:
+    """Make `choice` the one of a bucket for the time of the block."""
+    table = plans._MEASURED[QWEN3.head_dim]  # the table itself is what is being tuned
+    pairs, before = batch * QWEN3.num_kv_heads, dict(table)
+    table[pairs] = choice
+    decode_choice.cache_clear()
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(before)
+        decode_choice.cache_clear()
+
+
+class _Forward:
+    """A decode step of a model with random weights over a random cache."""
+
+    def __init__(self, model: CausalLM, num_blocks: int) -> None:
+        self.model, self.state = model, resolve_model_state(model)
+        groups = group_specs(self.state.kv_cache_specs(BLOCK_SIZE))
+        self.kv_caches = allocate_kv_caches(
+            groups, num_blocks, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=model.device)
+        )
+        self.state.initialize_kv_cache(groups, self.kv_caches)
+        self.order = torch.randperm(num_blocks - 1, device=model.device).int() + 1
+
+    def batch(self, num_requests: int, context: int) -> ForwardBatch:
+        device = self.model.device
+        num_blocks = -(-context // BLOCK_SIZE)
+        width = -(-num_blocks // 16) * 16
+        tables = torch.zeros((num_requests, width), dtype=torch.int32, device=device)
+        taken = torch.arange(num_requests * num_blocks, device=device) % len(self.order)
+        tables[:, :num_blocks] = self.order[taken].view(num_requests, num_blocks)
+        ones = torch.ones(num_requests, dtype=torch.int32, device=device)
+        last = tables[:, (context - 1) // BLOCK_SIZE]
+        return ForwardBatch(
+            input_ids=torch.arange(num_requests, dtype=torch.int32, device=device),
+            positions=ones * (context - 1),
+            idx_mapping=torch.arange(num_requests, dtype=torch.int32, device=device),
+            query_start_loc=torch.arange(num_requests + 1, dtype=torch.int32, device=device),
+            seq_lens=ones * context,
+            block_tables=[tables],
+            slot_mappings=[last * BLOCK_SIZE + (context - 1) % BLOCK_SIZE],
+            max_query_len=1,
+            uniform_decode=True,
+        )
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        attn: AttentionMetadata = self.state.prepare_attn(batch)
+        hidden = self.model(**self.state.prepare_inputs(batch), attn=attn, kv_caches=self.kv_caches)
+        return self.model.compute_logits(hidden)
+
+
+def tune_forward(
+    device: Device,
+    buckets: Sequence[int] = tuple(BUCKETS),
+    *,
+    seconds: float = 120.0,
+    progress: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Check and time the candidates of each bucket; return the record as plain values.  CUDA only.
+
+    What `seconds` (from the call on) leave no time for is named among the failures.
+    """
+    if device.type != "cuda":
+        raise ConfigError("--layers --tune times a model's forward pass: it needs a CUDA device")
+    deadline = time.monotonic() + seconds
+    wanted = {choice for batch in buckets for choice in candidates(batch)}
+    failures = _check(sorted({c.plan for c in wanted if c.fused}, key=str), progress)
+    progress(f"forward: checked after {seconds - (deadline - time.monotonic()):.0f} s")
+    most = max(batch * max(BUCKETS[batch]) for batch in buckets)
+    times: list[ForwardTime] = []
+    holder: list[_Forward] = []
+
+    def load() -> None:
+        model = load_model(
+            MODEL, load_format="dummy", dtype="bfloat16", device=device.torch_device, max_model_len=40960
+        )
+        holder.append(_Forward(model, most // BLOCK_SIZE + 2))
+
+    device.main.run(_STAGE, load)
+    device.synchronize("forward: inputs")
+    for batch in buckets:
+        progress(f"forward: {batch} requests")
+        for choice in candidates(batch):
+            if choice.plan in failures or time.monotonic() > deadline:
+                continue
+            for context in BUCKETS[batch]:
+                try:
+                    with in_force(batch, choice):
+                        found = _seconds(device, holder[0], batch, context)
+                except Exception as error:  # any failure of a candidate is a finding
+                    failures[choice.plan] = f"{batch} x {context}: {_reason(error)}"
+                    break
+                times.append(ForwardTime(batch, context, choice, 1e6 * found))
+    holder.clear()
+    return {
+        "kind": KIND,
+        "environment": environment(),
+        "model": MODEL,
+        "times": [asdict(each) for each in times],
+        "best": {str(batch): asdict(best) for batch in buckets if (best := best_choice(times, batch))},
+        "failures": {str(plan): why for plan, why in failures.items()},
+    }
+
+
+def best_choice(times: Sequence[ForwardTime], batch: int) -> DecodeChoice | None:
+    """Return the choice of least geometric mean over the bucket's contexts, the shortest counting twice."""
+    contexts = BUCKETS[batch]
+    by_choice: dict[DecodeChoice, dict[int, float]] = {}
+    for each in times:
+        if each.batch == batch:
+            by_choice.setdefault(each.choice, {})[each.context] = each.microseconds
+    means = {
+        choice: sum(math.log(us) * (2 if context == contexts[0] else 1) for context, us in found.items())
+        for choice, found in by_choice.items()
+        if len(found) == len(contexts)
+    }
+    return min(means, key=lambda choice: means[choice]) if means else None
+
+
+def _check_plan(plan: DecodePlan) -> str | None:
+    device = make_device("cuda")
+    try:
+        for pdl in (False, True):
+            check_decode(QWEN3, plan, pdl, device.torch_device)
+        device.synchronize("forward: check")
+    except Exception as error:  # any failure of a candidate is a finding
+        return _reason(error)
+    return None
+
+
+def _check(wanted: Sequence[DecodePlan], progress: Callable[[str], object]) -> dict[DecodePlan, str]:
+    """Compile and compare the plans, several at a time; return those that failed, with the reason."""
+    workers = max(1, min(len(wanted), os.cpu_count() or 1))
+    progress(f"forward: {len(wanted)} plans are compiled and checked by {workers} processes")
+    failures: dict[DecodePlan, str] = {}
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = {pool.submit(_check_plan, plan): plan for plan in wanted}
+        for job in as_completed(jobs):
+            try:
+                reason = job.result()
+            except Exception as error:  # the process died
+                reason = _reason(error)
+            if reason is not None:
+                failures[jobs[job]] = reason
+    return failures
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _seconds(device: Device, forward: _Forward, num_requests: int, context: int) -> float:
+    batches: list[ForwardBatch] = []
+    device.main.run(_STAGE, lambda: batches.append(forward.batch(num_requests, context)))
+    # compiles, and grows the allocator's pools
+    device.main.run(_STAGE, lambda: forward.run(batches[0]))
+    device.synchronize("forward: warm-up")
+    graph = device.capture(lambda: forward.run(batches[0]))
+    rounds = []
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(_ROUNDS):
+
+        def replay() -> None:
+            start.record()
+            for _ in range(_REPLAYS):
+                graph.replay()
+            end.record()
+
+        device.main.run(_STAGE, replay)
+        device.synchronize("forward")
+        rounds.append(1e-3 * start.elapsed_time(end) / _REPLAYS)
+    # the first one warms up
+    return median(rounds[1:])
+
+
+def report(record: dict[str, Any]) -> str:
+    """Return the record as a table: microseconds of a forward pass by bucket and choice, the fastest first."""
+    lines = [f"{record['model']}: microseconds of a forward pass of decodes, as one graph"]
+    for batch in dict.fromkeys(each["batch"] for each in record["times"]):
+        rows: dict[str, dict[int, float]] = {}
+        for each in record["times"]:
+            if each["batch"] == batch:
+                rows.setdefault(_label(each["choice"]), {})[each["context"]] = each["microseconds"]
+        contexts = BUCKETS[batch]
+        lines.append(f"{batch} requests, contexts {', '.join(map(str, contexts))}")
+        first = next(iter(rows))
+        order = sorted(rows, key=lambda label: rows[label].get(contexts[0], math.inf))
+        for label in order:
+            shown = "".join(f"{rows[label][c]:10.1f}" if c in rows[label] else f"{'-':>10}" for c in contexts)
+            lines.append(f"  {shown}  {label}{'  (in force)' if label == first else ''}")
+        best = record["best"].get(str(batch))
+        if best:
+            lines.append(f"  best: {_label(best)}")
+    lines += [f"failed: {name}: {why}" for name, why in record["failures"].items()]
+    return "\n".join(lines)
+
+
+def headline(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what fits one JSON line."""
+    gpu = record["environment"]["gpu"] or {}
+    return {
+        "kind": KIND,
+        "gpu": gpu.get("name"),
+        "revision": record["environment"]["revision"],
+        "best": {batch: _label(choice) for batch, choice in record["best"].items()},
+        "num_failures": len(record["failures"]),
+    }
+
+
+def _label(choice: dict[str, Any]) -> str:
+    plan = "n{block_n} w{num_warps} s{num_stages} splits {num_splits} x {tiles_per_split} tiles".format(
+        **choice["plan"]
+    )
+    return "kernels one by one" if not choice["fused"] else plan + (" ahead" if choice["ahead"] else "")
