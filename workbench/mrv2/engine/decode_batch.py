@@ -150,11 +150,17 @@ class DecodeBatch:
     _ends: np.ndarray = field(init=False)
     # [B] int32: after step k the member's block is full if k equals this, modulo the block size
     _phases: np.ndarray = field(init=False)
+    # rows by phase, as far as they were looked up since somebody joined or left
+    _full_after: dict[int, list[int]] = field(default_factory=dict)
     # [B] int32: steps launched, and steps settled, that the member's own counters show
     _launches_shown: np.ndarray = field(init=False)
     _settles_shown: np.ndarray = field(init=False)
     # [B] int32: where in `_kept` the member's tokens are
     _columns: np.ndarray = field(init=False)
+    # those are 0, 1, 2, ...
+    _is_in_order: bool = True
+    # the latest of `_joined`
+    _last_join: int = 0
     _free_columns: list[int] = field(init=False)
     # [steps, capacity] int32: the tokens of the newest settled steps, all that some member does not show among them
     _kept: np.ndarray = field(init=False)
@@ -222,6 +228,9 @@ class DecodeBatch:
         self.zeros = np.zeros(num_members, dtype=np.int32)
         self.yields = np.ones(num_members, dtype=np.bool_)
         self._rows = np.arange(num_members)
+        self._full_after = {}
+        self._is_in_order = np.array_equal(self._columns, self._rows)
+        self._last_join = int(self._joined.max()) if num_members else 0
         self.first_end = int(self._ends.min()) if num_members else 0
         # without those that no member has any more
         self._stop_sets = +self._stop_sets
@@ -240,7 +249,11 @@ class DecodeBatch:
 
     def full_after(self, index: int, num_rows: int | None = None) -> list[int]:
         """Return the members, of the first `num_rows` if given, whose blocks are full once step `index` has run."""
-        return (self._phases[:num_rows] == index % self.block_size).nonzero()[0].tolist()
+        phase = index % self.block_size
+        rows = self._full_after.get(phase)
+        if rows is None:
+            rows = self._full_after[phase] = np.flatnonzero(self._phases == phase).tolist()
+        return rows if num_rows is None or num_rows == len(self.entries) else [row for row in rows if row < num_rows]
 
     def without_room(self, rows: Sequence[int]) -> list[Request]:
         """Return the requests among some rows whose blocks hold what the launched steps compute, and no token more."""
@@ -294,7 +307,8 @@ class DecodeBatch:
         self.show_rows(watched)
         if self._num_kept == len(self._kept):
             self._make_room()
-        self._kept[self._num_kept, self._columns[: len(sampled)]] = sampled
+        num_rows = len(sampled)
+        self._kept[self._num_kept, slice(num_rows) if self._is_in_order else self._columns[:num_rows]] = sampled
         self._num_kept += 1
         self.num_settled += 1
         if watched:
@@ -349,12 +363,15 @@ class DecodeBatch:
             rows = [row for row in rows if row not in watched]
         if not rows or not kv.enable_prefix_caching:
             return
-        # what the step yielded lies behind the blocks; the tokens of some began before their requests joined
-        end = self._num_kept - 1
-        whole = self.num_settled - self._joined[rows] > self.block_size
-        late = [row for row, is_whole in zip(rows, whole.tolist(), strict=True) if not is_whole]
-        rows = np.array(rows)[whole].tolist()
+        # the tokens of some blocks began before their requests joined
+        late: list[int] = []
+        if self.num_settled - self._last_join <= self.block_size:
+            newest = self.num_settled - self.block_size
+            late = [row for row in rows if self._joined[row] >= newest]
+            rows = [row for row in rows if self._joined[row] < newest]
         if rows:
+            # what the step yielded lies behind the blocks
+            end = self._num_kept - 1
             num_full = (self._computed_before[rows] + self.num_settled) // self.block_size
             tokens = np.ascontiguousarray(self._kept[end - self.block_size : end, self._columns[rows]].T)
             found = kv.publish_filled([self.requests[row] for row in rows], num_full.tolist(), tokens)

@@ -214,7 +214,7 @@ class Scheduler:
         results, singles, others = EngineOutputs(column), record.singles, []
         if watched or not record.in_place:
             singles = sorted([*singles, *((at, entry) for at, (_, entry) in watched.items())], key=lambda each: each[0])
-        for at, result in self._settle_singles(singles, output):
+        for at, result in self._settle_singles(singles, output) if singles else ():
             if at in watched:
                 column.special[watched[at][0]] = result
             else:
