@@ -24,6 +24,8 @@ FEW, MANY = 4, 64
 MAX_TOKENS = 4 * BLOCK_SIZE
 # of a row whose block is full: the next block taken, written to the block table, and the full one published
 CODES_A_BLOCK = 400
+# of a request in a step with another batch than the one before: its row, its place in the front end
+CODES_A_NAME = 30
 
 
 def count_codes(call: Callable[[], Any]) -> tuple[int, Any]:
@@ -106,6 +108,45 @@ def test_a_decode_step_executes_no_code_for_each_request(knobs: Knobs) -> None:
     # with everybody's: for each block what a block takes
     num_filled = MANY - FEW
     assert sum(many[0]) - sum(few[0]) < CODES_A_BLOCK * num_filled
+
+
+def codes_of_traffic(num_requests: int) -> list[int]:
+    """Return the bytecodes of 16 steps, engine and front end; in every fourth one request ends and one arrives."""
+    core, processor = serve(num_requests, Knobs(cuda_graphs="step"))
+    num_events = BLOCK_SIZE // 4
+
+    def add(name: str, max_tokens: int) -> None:
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, seed=0, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        for message in processor.add_request(name, None, random_prompt(0, 10), params):
+            core.add_request(message)
+
+    for event in range(num_events):
+        add(f"short{event}", 2 * BLOCK_SIZE + 4 * event)
+    while core.scheduler.step < 2 * BLOCK_SIZE:
+        processor.process(core.step())
+    codes, num_ended = [], 0
+    for step in range(BLOCK_SIZE):
+        if step % 4 == 2:
+            add(f"late{step}", MAX_TOKENS)
+        count, done = count_codes(lambda: processor.process(core.step()))
+        codes.append(count)
+        num_ended += len(done.outputs)
+    assert num_ended == num_events and not core.scheduler.waiting
+    processor.abort(list(core.scheduler.requests))
+    core.abort(list(core.scheduler.requests))
+    while core.has_unfinished:
+        core.step()
+    core.shutdown()
+    return codes
+
+
+def test_an_end_or_an_arrival_is_no_visit_to_every_request() -> None:
+    """Who is in the batch is written down anew, a few codes a request; a visit to each would take hundreds."""
+    few, many = sum(codes_of_traffic(FEW)), sum(codes_of_traffic(MANY - BLOCK_SIZE // 2))
+    num_more = MANY - BLOCK_SIZE // 2 - FEW
+    assert many - few < (CODES_A_BLOCK + CODES_A_NAME * BLOCK_SIZE) * num_more
 
 
 def test_more_code_for_more_requests_would_be_seen() -> None:

@@ -50,10 +50,11 @@ class TestAdmission:
         steps: list[tuple[int, int]] = []
         launch = core.scheduler._launch
 
-        def watched(entries, *rest):  # type: ignore[no-untyped-def]  # as `_launch`
-            prompt_tokens = [e.num_tokens for e in entries if e.num_tokens > 1]
-            steps.append((len(entries) - len(prompt_tokens), sum(prompt_tokens)))
-            return launch(entries, *rest)
+        def watched(*args):  # type: ignore[no-untyped-def]  # as `_launch`
+            scheduled = launch(*args)
+            is_prompt = scheduled.num_scheduled_tokens > 1
+            steps.append((int((~is_prompt).sum()), int(scheduled.num_scheduled_tokens[is_prompt].sum())))
+            return scheduled
 
         core.scheduler._launch = watched  # type: ignore[method-assign]
         collector.submit("r0", prompts[0], greedy(30))

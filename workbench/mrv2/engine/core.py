@@ -312,7 +312,7 @@ class EngineCore:
 
     def _await_tokens(self, rows: list[tuple[int, Request]]) -> bool:
         """Say whether `rows` of the newest step follow tokens that are still in flight."""
-        self.scheduler.bring_up_to_date([row for row, _ in rows])
+        self.scheduler.bring_up_to_date([request for _, request in rows])
         return any(request.num_in_flight > 1 and not request.finished for _, request in rows)
 
     def _wait_for_grammar(self) -> None:

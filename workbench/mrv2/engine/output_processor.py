@@ -14,7 +14,7 @@ import numpy as np
 
 from mrv2.engine.detokenizer import Detokenizer
 from mrv2.engine.messages import EngineOutput, EngineRequest, FinishReason, PromptLogprobs, TokenLogprob
-from mrv2.engine.step_outputs import EngineOutputs, TokenColumn, by_row
+from mrv2.engine.step_outputs import EngineOutputs, TokenColumn
 from mrv2.engine.token_sequences import bad_word_ids, marker_ids
 from mrv2.errors import RequestError
 from mrv2.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -70,41 +70,83 @@ class _Request:
         self.final_only = self.params.output_kind is RequestOutputKind.FINAL_ONLY
 
 
-# columns that are kept at most before their tokens go to the sequences
-_MAX_COLUMNS = 128
+# tokens that are kept of a sequence at most before it gets them
+_MAX_KEPT = 128
 
 
-@dataclass(slots=True)
-class _Quiet:
-    """Columns of the same sequences: the tokens of those that show nothing yet, kept as they came."""
+class _QuietTokens:
+    """The tokens of sequences that show nothing before their end: a column of them is kept without a look at each."""
 
-    req_ids: list[str]
-    # by row; None = its outputs are looked at one by one, if anybody waits for them at all
-    sequences: list[_Sequence | None]
-    num_quiet: int
-    loud_rows: list[int]
-    # [B] each
-    columns: list[np.ndarray] = field(default_factory=list)
-    last_token_ts: float = 0.0
+    def __init__(self) -> None:
+        # sequence id -> its row of what follows
+        self._row_of: dict[str, int] = {}
+        self._sequences: list[_Sequence] = []
+        self._free_rows: list[int] = []
+        # [rows, _MAX_KEPT] int32; [rows] int64, how many of them; [rows] float64, when the last one came
+        self._tokens = np.zeros((0, _MAX_KEPT), dtype=np.int32)
+        self._counts = np.zeros(0, dtype=np.int64)
+        self._times = np.zeros(0)
+        # of the newest column: its ids, the row of each or -1, and its places that are looked at one by one
+        self._req_ids: list[str] | None = None
+        self._rows = np.zeros(0, dtype=np.int64)
+        self._loud: list[int] = []
 
-    @classmethod
-    def of(cls, req_ids: list[str], known: dict[str, _Sequence]) -> _Quiet:
-        """Sort the sequences of a column by whether they show anything."""
-        found = [known.get(req_id) for req_id in req_ids]
-        loud_rows = [row for row, sequence in enumerate(found) if sequence is not None and not sequence.is_quiet]
-        quiet = [sequence if sequence is not None and sequence.is_quiet else None for sequence in found]
-        return cls(req_ids, quiet, len(quiet) - quiet.count(None), loud_rows)
+    def add(self, sequence: _Sequence) -> None:
+        """Keep the tokens of `sequence` from now on."""
+        if not self._free_rows:
+            num_rows = len(self._sequences)
+            num_more = max(16, num_rows)
+            self._free_rows = list(range(num_rows + num_more - 1, num_rows - 1, -1))
+            self._sequences += [sequence] * num_more
+            self._tokens = np.concatenate((self._tokens, np.zeros((num_more, _MAX_KEPT), dtype=np.int32)))
+            self._counts = np.concatenate((self._counts, np.zeros(num_more, dtype=np.int64)))
+            self._times = np.concatenate((self._times, np.zeros(num_more)))
+        row = self._row_of[sequence.req_id] = self._free_rows.pop()
+        self._sequences[row] = sequence
 
-    def hand_out(self) -> None:
-        """Give every sequence its tokens."""
-        num_tokens = len(self.columns)
-        for sequence, tokens in zip(self.sequences, by_row(self.columns), strict=False):
-            if sequence is not None:
-                sequence.token_ids += tokens
-                metrics = sequence.request.metrics
-                metrics.num_generation_tokens += num_tokens
-                metrics.last_token_ts = self.last_token_ts
-        self.columns.clear()
+    def discard(self, sequence: _Sequence) -> None:
+        """Keep no more tokens of a sequence that has got them all."""
+        row = self._row_of.pop(sequence.req_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+            # it may have a place in columns to come
+            self._req_ids = None
+
+    def take(self, column: TokenColumn, known: dict[str, _Sequence], now: float) -> tuple[list[int], int]:
+        """Keep what a column brings to the sequences here; return whom else it brings something, and how many tokens.
+
+        The places of the column are returned whose sequences are `known`, but not here, or have more than a token.
+        """
+        if column.req_ids is not self._req_ids:
+            self._req_ids = column.req_ids
+            rows = [self._row_of.get(req_id, -1) for req_id in column.req_ids]
+            self._loud = [at for at, row in enumerate(rows) if row < 0 and column.req_ids[at] in known]
+            self._rows = np.array(rows, dtype=np.int64)
+        rows, loud = self._rows, self._loud
+        if column.special:
+            places = list(column.special)
+            rows, loud = rows.copy(), sorted({*loud, *(at for at in places if column.req_ids[at] in known)})
+            rows[places] = -1
+        kept = rows >= 0
+        rows, tokens = rows[kept], column.tokens[kept]
+        if len(rows) and self._counts[rows].max() == _MAX_KEPT:
+            for row in rows[self._counts[rows] == _MAX_KEPT].tolist():
+                self.hand_out(self._sequences[row])
+        self._tokens[rows, self._counts[rows]] = tokens
+        self._counts[rows] += 1
+        self._times[rows] = now
+        return loud, len(rows)
+
+    def hand_out(self, sequence: _Sequence) -> None:
+        """Give a sequence the tokens that are kept of it."""
+        row = self._row_of.get(sequence.req_id)
+        if row is None or not self._counts[row]:
+            return
+        count, self._counts[row] = int(self._counts[row]), 0
+        sequence.token_ids += self._tokens[row, :count].tolist()
+        metrics = sequence.request.metrics
+        metrics.num_generation_tokens += count
+        metrics.last_token_ts = max(metrics.last_token_ts, float(self._times[row]))
 
 
 class OutputProcessor:
@@ -118,8 +160,7 @@ class OutputProcessor:
         self._requests: dict[str, _Request] = {}
         # unfinished sequences by engine id
         self._sequences: dict[str, _Sequence] = {}
-        # of the newest columns, whose sequences go on
-        self._quiet: _Quiet | None = None
+        self._quiet = _QuietTokens()
         self._next_index = 0
 
     @property
@@ -164,13 +205,13 @@ class OutputProcessor:
         for request in sorted(found, key=lambda request: -request.admission_index):
             for sequence in request.sequences:
                 self._sequences.pop(sequence.req_id, None)
+                self._quiet.discard(sequence)
             if request.admission_index == self._next_index - 1:
                 self._next_index -= 1
 
     def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
         """End requests with finish reason "abort"; unknown and finished ids are skipped."""
         done = ProcessedOutputs()
-        self._leave_quiet()
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:
@@ -193,6 +234,8 @@ class OutputProcessor:
             if sequence is None:
                 continue
             request = sequence.request
+            if sequence.is_quiet:
+                self._quiet.hand_out(sequence)
             if sequence.is_quiet and output.finish_reason is None and not output.logprobs:
                 # nothing but more tokens, of which nothing is shown yet
                 sequence.token_ids += output.new_token_ids
@@ -201,7 +244,10 @@ class OutputProcessor:
                 request.metrics.last_token_ts = now
                 continue
             self._take_tokens(sequence, output, now)
-            sequence.is_quiet = request.final_only and sequence.detokenizer is None
+            if not sequence.is_quiet and request.final_only and sequence.detokenizer is None:
+                sequence.is_quiet = True
+                if sequence.finish_reason is None:
+                    self._quiet.add(sequence)
             if sequence.stop_reason is not None and output.finish_reason is None:
                 done.abort_ids.append(sequence.req_id)
             if not request.final_only or request.num_running == 0:
@@ -213,27 +259,12 @@ class OutputProcessor:
     def _to_look_at(self, outputs: EngineOutputs | list[EngineOutput], now: float) -> Iterator[EngineOutput]:
         """Yield what has to be looked at one by one; columns of tokens that nobody sees yet are kept as they are."""
         for part in outputs.parts if isinstance(outputs, EngineOutputs) else [outputs]:
-            if not isinstance(part, TokenColumn) or part.special:
-                self._leave_quiet()
+            if not isinstance(part, TokenColumn):
                 yield from part
                 continue
-            quiet = self._quiet
-            if quiet is None or quiet.req_ids is not part.req_ids:
-                self._leave_quiet()
-                quiet = self._quiet = _Quiet.of(part.req_ids, self._sequences)
-            if quiet.num_quiet:
-                quiet.columns.append(part.tokens)
-                quiet.last_token_ts = now
-                self.num_generated_tokens += quiet.num_quiet
-                if len(quiet.columns) == _MAX_COLUMNS:
-                    quiet.hand_out()
-            yield from part.of_rows(quiet.loud_rows)
-
-    def _leave_quiet(self) -> None:
-        """Give every sequence the tokens that are kept for it."""
-        if self._quiet is not None:
-            self._quiet.hand_out()
-            self._quiet = None
+            places, num_kept = self._quiet.take(part, self._sequences, now)
+            self.num_generated_tokens += num_kept
+            yield from part.of_rows(places)
 
     def _engine_request(self, sequence: _Sequence, priority: int, tokens: dict[str, Any]) -> EngineRequest:
         request = sequence.request
@@ -309,6 +340,8 @@ class OutputProcessor:
 
     def _finish(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         request, detokenizer = sequence.request, sequence.detokenizer
+        self._quiet.hand_out(sequence)
+        self._quiet.discard(sequence)
         if detokenizer is not None:
             detokenizer.finish()
             if detokenizer.stop_reason is not None:

@@ -122,6 +122,12 @@ class Request:
         return self.num_known + self.num_in_flight + self.num_drafts_in_flight
 
     @property
+    def has_work(self) -> bool:
+        """False if nothing is left to compute, or what is in flight completes the request whatever it is."""
+        num_expected = self.num_known + self.num_in_flight
+        return self.num_computed < num_expected + self.num_drafts_in_flight and num_expected < self.max_len
+
+    @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -135,10 +141,19 @@ class Request:
         done = self.prompt_logprobs is not None and self.prompt_logprobs.complete
         return replace(self.sampling, num_prompt_logprobs=-1) if done else self.sampling
 
-    def append(self, token: int) -> None:
-        """A token arrived from the device."""
+    def take(self, token: int) -> tuple[FinishReason | None, int | str | None]:
+        """Append a token that arrived from the device; return whether and why it ends the request."""
+        if token >= 0 and self.grammar is not None and not self.grammar.accept(token):
+            self.dead_end = f"the sampled token {token} does not continue the grammar"
+            token = -1
+        if token < 0:
+            return "error", self.dead_end or "the logits of this request held NaN, or every token was masked"
         self.token_ids.append(token)
         self.num_known += 1
+        # a grammar's end token may be none of the stop ids (`ignore_eos`): nothing can follow it all the same
+        if token in self.stop_ids or (self.grammar is not None and self.grammar.terminated):
+            return "stop", token
+        return ("length", None) if self.num_known >= self.max_len else (None, None)
 
     def known_tokens(self) -> np.ndarray:
         """Return the known tokens. [num_known] int32"""

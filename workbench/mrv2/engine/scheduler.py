@@ -15,19 +15,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
-
-import numpy as np
+from collections.abc import Iterable, Iterator
 
 from mrv2.engine.adaptive_drafts import AdaptiveDrafts
-from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord
+from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, StepRecord, StepRows, who_may_join
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.logprob_rows import token_logprob
 from mrv2.engine.messages import EngineOutput, FinishReason
 from mrv2.engine.request import Request, RequestStatus
 from mrv2.engine.scheduler_check import check_scheduler
 from mrv2.engine.scheduler_stats import SchedulerStats
-from mrv2.engine.step_outputs import TokenColumn
+from mrv2.engine.step_outputs import EngineOutputs, TokenColumn
 from mrv2.runner.protocol import NewRequest, SchedulerOutput, StepOutput
 
 
@@ -63,13 +61,11 @@ class Scheduler:
         self.adaptive: AdaptiveDrafts | None = None
         # drafts for the step behind the one that is being scheduled
         self._num_next_drafts = 0
-        # a request of the step that is being scheduled follows a grammar
-        self._has_grammar = False
         self.stats = SchedulerStats()
         self.step = 0
         # requests whose rows the runner gives up with the next step
         self.rows_to_free: list[str] = []
-        # the newest step's batch, while it only decodes
+        # the running requests that only decode, as far as they count together
         self.decodes: DecodeBatch | None = None
 
     @property
@@ -94,63 +90,58 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Launchable work for one step, or None if nothing can run now."""
-        return self._schedule_decodes() or self._schedule_all()
-
-    def _schedule_decodes(self) -> SchedulerOutput | None:
-        """Schedule the batch of the last step once more; None = every request has to be looked at."""
+        others = self._beside_decodes()
+        new_block_ids: dict[str, tuple[list[int], ...]] = {}
         batch = self.decodes
-        if batch is None or not batch.may_go_on or not self._only_decodes:
-            return None
-        full = batch.full_after(batch.num_launched - 1)
-        if len(full) * self.kv.num_groups > self.kv.pool.num_free:
-            return None
-        growing = batch.without_room(full)
-        scheduled = SchedulerOutput(
-            step=self.step,
-            freed_req_ids=sorted(self.rows_to_free),
-            new_requests=[],
-            req_ids=batch.req_ids,
-            num_scheduled_tokens=batch.ones,
-            num_computed_tokens=batch.launch(),
-            yields_token=batch.yields,
-            num_draft_tokens=batch.zeros,
-            new_block_ids=self.kv.add_block(growing),
-            fresh_block_ids=self.kv.take_fresh(),
-            total_tokens=len(batch.requests),
-            has_grammar=bool(batch.grammar_rows),
-        )
-        self.rows_to_free.clear()
-        self.in_flight.append(StepRecord(self.step, batch.entries, batch, batch.num_launched - 1))
-        self.step += 1
-        return scheduled
+        if batch is not None:
+            new_block_ids = self.kv.add_block(batch.without_room(batch.full_after(batch.num_launched - 1)))
+            if not others and not (self.waiting and len(self.running) < self.max_num_seqs):
+                return self._launch([], [], new_block_ids)
+        return self._schedule_one_by_one(others, new_block_ids)
 
-    @property
-    def _only_decodes(self) -> bool:
-        """Say whether the next step can be one more of the same: no drafter is on, and nobody may be admitted."""
-        if self.num_spec_tokens or self.kv.filling:
+    def _beside_decodes(self) -> list[Request]:
+        """Return the running requests to look at: those that have work beside the batch of decodes, if it goes on."""
+        batch = self.decodes
+        if batch is not None:
+            batch.leave(batch.rows_at_end(), self.in_flight)
+        if batch is None or not self._may_go_on(batch):
+            self.leave_decodes()
+            return self.running.copy()
+        if len(self.running) == len(batch.requests):
+            return []
+        others = [r for r in self.running if r not in batch.members and r.has_work]
+        if others and others[0].key < batch.requests[-1].key:
+            self.leave_decodes()
+            return self.running.copy()
+        return others
+
+    def _may_go_on(self, batch: DecodeBatch) -> bool:
+        """Say whether every member can compute one more token; nobody drafts behind a member's token."""
+        if not batch.requests or self.num_spec_tokens or self.kv.filling:
             return False
-        return not (self.waiting and len(self.running) < self.max_num_seqs)
+        return len(batch.full_after(batch.num_launched - 1)) * self.kv.num_groups <= self.kv.pool.num_free
 
-    def _schedule_all(self) -> SchedulerOutput | None:
-        """Look at every running request, then at those that wait."""
-        self.leave_decodes()
+    def _schedule_one_by_one(
+        self, others: list[Request], new_block_ids: dict[str, tuple[list[int], ...]]
+    ) -> SchedulerOutput | None:
+        """Look at the running requests beside the batch of decodes, then at those that wait."""
         entries: list[ScheduledEntry] = []
         new_requests: list[NewRequest] = []
-        new_block_ids: dict[str, tuple[list[int], ...]] = {}
-        budget = prompt_room = self.max_num_batched_tokens
-        if self.prefill_chunk and any(r.num_ahead - r.num_computed == 1 for r in self.running):
-            prompt_room = min(budget, self.prefill_chunk)
-        self._has_grammar, most = False, self.num_spec_tokens
+        prompt_room, batch = self.max_num_batched_tokens, self.decodes
+        budget = prompt_room - (len(batch.requests) if batch is not None else 0)
+        if self.prefill_chunk and (batch is not None or any(r.num_ahead - r.num_computed == 1 for r in others)):
+            prompt_room = min(prompt_room, self.prefill_chunk)
+        most = self.num_spec_tokens
         self._num_next_drafts = self.adaptive.choose(most) if self.adaptive is not None and most else most
         preempted, num_preemptions = False, self.stats.num_preemptions
 
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            index += 1
-            num_tokens = request.num_ahead - request.num_computed
-            # nothing left to compute, or what is in flight completes the request whatever it is
-            if num_tokens <= 0 or request.num_known + request.num_in_flight >= request.max_len:
+        for request in others:
+            if budget <= 0:
+                break
+            num_expected = request.num_known + request.num_in_flight
+            num_tokens = num_expected + request.num_drafts_in_flight - request.num_computed
+            # `has_work`, written out; a request further ahead may just have been preempted
+            if num_tokens <= 0 or num_expected >= request.max_len or request.status is not RequestStatus.RUNNING:
                 continue
             num_drafts = 0
             if num_tokens > 1:
@@ -195,7 +186,7 @@ class Scheduler:
             new_requests.append(self._new_row(request))
             entries.append(self._entry(request, admitted))
 
-        if not entries:
+        if not entries and batch is None:
             return None
         return self._launch(entries, new_requests, new_block_ids)
 
@@ -204,43 +195,64 @@ class Scheduler:
 
     def grammar_rows(self) -> list[tuple[int, Request]]:
         """Return the requests of the newest step that follow a grammar and yield a token, with their batch rows."""
-        entries = self.in_flight[-1].entries
-        return [(row, e.request) for row, e in enumerate(entries) if e.request.grammar is not None and e.yields_token]
+        record = self.in_flight[-1]
+        rows = [(row, e.request) for row, e in record.singles if e.request.grammar is not None and e.yields_token]
+        if record.batch is not None:
+            rows = [(row, record.batch.requests[row]) for row in record.batch.grammar_rows] + rows
+        return rows
 
     def fail(self, request: Request, reason: str) -> EngineOutput:
         """End a request in any state with an error."""
         self._finish(request, "error")
         return EngineOutput(req_id=request.req_id, new_token_ids=[], finish_reason="error", stop_reason=reason)
 
-    def update_from_output(self, output: StepOutput) -> list[EngineOutput] | TokenColumn:
+    def update_from_output(self, output: StepOutput) -> EngineOutputs:
         """Settle the oldest step in flight with its output; return what to tell the front end."""
         record = self.in_flight.popleft()
         assert record.step == output.step, f"output of step {output.step} arrived for step {record.step}"
-        if record.batch is not None and record.batch.intact:
-            return self._settle_decodes(record.batch, record.index, output)
-        sampled, num_sampled = output.sampled_token_ids.tolist(), output.num_sampled.tolist()
-        results: list[EngineOutput] = []
-        # of the request among the logits rows of the step
-        logits_row = 0
-        for row, entry in enumerate(record.entries):
-            result = self._settle(entry, sampled[row][: num_sampled[row]], output, row, logits_row)
-            logits_row += 1 + entry.num_drafts
-            if result is not None:
-                results.append(result)
+        column, watched = self._settle_decodes(record, output)
+        results, singles, others = EngineOutputs(column), record.singles, []
+        if watched or not record.in_place:
+            singles = sorted([*singles, *((at, entry) for at, (_, entry) in watched.items())], key=lambda each: each[0])
+        for at, result in self._settle_singles(singles, output) if singles else ():
+            if at in watched:
+                column.special[watched[at][0]] = result
+            else:
+                others.append(result)
+        results += others
         return results
 
-    def _settle_decodes(self, batch: DecodeBatch, index: int, output: StepOutput) -> TokenColumn:
-        """Settle step `index` of a batch whose members are all as it left them: only ends need a closer look."""
-        sampled = output.sampled_token_ids[:, 0]
-        watched = batch.advance_grammars(sampled, batch.rows_to_watch(index, sampled))
+    def _settle_decodes(
+        self, record: StepRecord, output: StepOutput
+    ) -> tuple[TokenColumn, dict[int, tuple[int, ScheduledEntry]]]:
+        """Settle the members' part of a step; return their tokens, and the members that need a closer look.
+
+        These by their rows in the step: rows in the column, and shares.
+        """
+        batch, num_rows = record.batch, len(record.rows)
+        sampled = output.sampled_token_ids[slice(num_rows) if record.in_place else record.rows, 0]
+        if batch is None:
+            return TokenColumn([], sampled, output.step), {}
+        watched = batch.advance_grammars(sampled, batch.rows_to_watch(record.index, sampled))
         batch.settle(sampled, watched)
-        results = TokenColumn(batch.req_ids, sampled, output.step)
-        for row in watched:
-            result = self._settle(batch.entries[row], [int(sampled[row])], output, row, row)
-            assert result is not None, "a member of an intact batch is neither finished nor stale"
-            results.special[row] = result
-        batch.publish(self.kv, index)
-        return results
+        batch.publish(self.kv, record.index, num_rows, watched)
+        req_ids = batch.req_ids if num_rows == len(batch.req_ids) else batch.req_ids[:num_rows]
+        column = TokenColumn(req_ids, sampled, output.step)
+        return column, {int(record.rows[row]): (row, batch.entries[row]) for row in watched}
+
+    def _settle_singles(
+        self, singles: list[tuple[int, ScheduledEntry]], output: StepOutput
+    ) -> Iterator[tuple[int, EngineOutput]]:
+        """Settle the shares of requests that count for themselves, in the order of their rows; yield these again."""
+        rows = [row for row, _ in singles]
+        sampled, num_sampled = output.sampled_token_ids[rows].tolist(), output.num_sampled[rows].tolist()
+        # in the logits rows of the step before a request's own
+        num_drafts = 0
+        for (row, entry), tokens, count in zip(singles, sampled, num_sampled, strict=True):
+            result = self._settle(entry, tokens[:count], output, row, row + num_drafts)
+            num_drafts += entry.num_drafts
+            if result is not None:
+                yield row, result
 
     def _settle(
         self, entry: ScheduledEntry, tokens: list[int], output: StepOutput, row: int, first_row: int
@@ -278,13 +290,14 @@ class Scheduler:
     def leave_decodes(self) -> None:
         """Look at every request again before the next step; until then all counters are up to date."""
         if self.decodes is not None:
-            self.decodes.dissolve()
+            self.decodes.leave(list(range(len(self.decodes.requests))), self.in_flight)
             self.decodes = None
 
-    def bring_up_to_date(self, rows: list[int] | None = None) -> None:
-        """Let the counters and tokens of the newest step's `rows`, or of all requests, show what is done."""
-        if self.decodes is not None:
-            self.decodes.show_all() if rows is None else self.decodes.show_rows(rows)
+    def bring_up_to_date(self, requests: list[Request] | None = None) -> None:
+        """Let the counters and tokens of `requests`, or of all, show what is done."""
+        batch = self.decodes
+        if batch is not None:
+            batch.show_all() if requests is None else batch.show_rows(batch.rows_of(requests))
 
     def use_drafter(self, filling: int, *, lookahead: int, reads_ahead: bool) -> None:
         """Another drafter, or none, fills its cache from now on: requests that it has not followed start over."""
@@ -350,7 +363,6 @@ class Scheduler:
         request.num_in_flight += yields_token
         request.num_drafts_in_flight += num_drafts
         request.num_proposed = self._num_next_drafts if yields_token else 0
-        self._has_grammar |= request.grammar is not None
         num_forced, request.num_forced = min(request.num_forced, num_drafts), 0
         return ScheduledEntry(request, request.epoch, num_tokens, yields_token, num_drafts, num_forced)
 
@@ -371,32 +383,37 @@ class Scheduler:
         new_requests: list[NewRequest],
         new_block_ids: dict[str, tuple[list[int], ...]],
     ) -> SchedulerOutput:
-        num_scheduled = np.array([e.num_tokens for e in entries], dtype=np.int32)
-        computed = np.array([e.request.num_computed for e in entries], dtype=np.int32)
+        """Make the step of the members of the batch of decodes, of whoever joins it now, and of the other `entries`."""
+        batch, num_joined = self._join_decodes(entries)
+        singles = entries[num_joined:]
+        if batch is None:
+            rows, record = StepRows.of(singles), StepRecord(self.step, list(enumerate(singles)))
+        else:
+            rows, record = batch.launch(self.step, singles)
         scheduled = SchedulerOutput(
             step=self.step,
             freed_req_ids=sorted(self.rows_to_free),
             new_requests=new_requests,
-            req_ids=[e.request.req_id for e in entries],
-            num_scheduled_tokens=num_scheduled,
-            num_computed_tokens=computed - num_scheduled,
-            yields_token=np.array([e.yields_token for e in entries], dtype=np.bool_),
-            num_draft_tokens=np.array([e.num_drafts for e in entries], dtype=np.int32),
             new_block_ids=new_block_ids,
             fresh_block_ids=self.kv.take_fresh(),
-            total_tokens=int(num_scheduled.sum()),
+            total_tokens=int(rows.num_scheduled_tokens.sum()) if singles else len(rows.req_ids),
             num_next_drafts=self._num_next_drafts,
-            has_grammar=self._has_grammar,
+            **rows._asdict(),
         )
         self.rows_to_free.clear()
-        record = StepRecord(self.step, entries)
-        self.decodes = None
-        if self._only_decodes and not (self._has_grammar and self.num_forced_tokens) and DecodeBatch.fits(entries):
-            batch = DecodeBatch(entries, scheduled.req_ids, scheduled.num_computed_tokens, self.kv.block_size)
-            self.decodes = record.batch = batch
         self.in_flight.append(record)
         self.step += 1
         return scheduled
+
+    def _join_decodes(self, entries: list[ScheduledEntry]) -> tuple[DecodeBatch | None, int]:
+        """Let the first of `entries` join the batch of decodes; return it, and how many joined."""
+        if self.num_spec_tokens or self.kv.filling:
+            return None, 0
+        joining = who_may_join(self.decodes, entries, may_be_drafted=self.num_forced_tokens > 0)
+        if joining:
+            self.decodes = self.decodes or DecodeBatch(self.max_num_seqs, self.kv.block_size)
+            self.decodes.join(joining)
+        return self.decodes, len(joining)
 
     def _settle_drafts(self, request: Request, entry: ScheduledEntry, num_sampled: int, current: bool) -> None:
         """Take back the rejected drafts of a step, and count the accepted ones by position."""
@@ -425,7 +442,7 @@ class Scheduler:
         if row in output.errors and -1 in tokens:
             request.dead_end = output.errors[row]
         for place, token in enumerate(tokens):
-            result.finish_reason, result.stop_reason = self._take_token(request, token)
+            result.finish_reason, result.stop_reason = request.take(token)
             if result.finish_reason == "error":
                 break
             result.new_token_ids.append(token)
@@ -440,20 +457,6 @@ class Scheduler:
             self._finish(request, result.finish_reason)
         return result
 
-    @staticmethod
-    def _take_token(request: Request, token: int) -> tuple[FinishReason | None, int | str | None]:
-        """Append one token to a request; return whether and why that ends it."""
-        if token >= 0 and request.grammar is not None and not request.grammar.accept(token):
-            request.dead_end = f"the sampled token {token} does not continue the grammar"
-            token = -1
-        if token < 0:
-            return "error", request.dead_end or "the logits of this request held NaN, or every token was masked"
-        request.append(token)
-        # a grammar's end token may be none of the stop ids (`ignore_eos`): nothing can follow it all the same
-        if token in request.stop_ids or (request.grammar is not None and request.grammar.terminated):
-            return "stop", token
-        return ("length", None) if request.num_known >= request.max_len else (None, None)
-
     def _count_waste(self, request: Request, num_tokens: int) -> None:
         """A step of a request that has ended meanwhile: its output is dropped."""
         request.num_wasted_steps += 1
@@ -462,9 +465,9 @@ class Scheduler:
         self.stats.num_discarded_tokens += num_tokens
 
     def _leave_batch(self, request: Request) -> None:
-        """A request ends or is preempted: if the batch counts on it, requests are looked at one by one from now on."""
-        if self.decodes is not None and request in self.decodes.members:
-            self.decodes.dissolve()
+        """A request ends or is preempted."""
+        if self.decodes is not None:
+            self.decodes.leave(self.decodes.rows_of([request]), self.in_flight)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self._leave_batch(request)

@@ -18,9 +18,14 @@ def check_scheduler(scheduler: Scheduler) -> None:
     # what the batch of decodes counts for its members: steps that their own counters do not show
     batch = scheduler.decodes
     pending = {r: batch.pending(row) for row, r in enumerate(batch.requests)} if batch is not None else {}
+    if batch is not None:
+        assert batch.members == set(batch.requests) <= set(scheduler.running), "a member of the batch does not run"
+        keys = [r.key for r in batch.requests]
+        assert keys == sorted(keys), "the members of the batch are not in order of service"
+        assert batch.req_ids == [r.req_id for r in batch.requests], "ids and members of the batch differ"
     flying: dict[int, list[ScheduledEntry]] = {}
     for record in scheduler.in_flight:
-        for entry in record.entries:
+        for _, entry in record.shares():
             flying.setdefault(id(entry.request), []).append(entry)
     for r in scheduler.requests.values():
         mine = flying.get(id(r), [])

@@ -60,7 +60,8 @@ class EngineOutputs(Sequence[EngineOutput]):
         if isinstance(other, EngineOutputs):
             self.parts += other.parts
         elif isinstance(other, TokenColumn):
-            self.parts.append(other)
+            if len(other):
+                self.parts.append(other)
         elif outputs := list(other):
             self.parts.append(outputs)
         return self

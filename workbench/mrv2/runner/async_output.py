@@ -16,7 +16,7 @@ from mrv2.runner.protocol import StepOutput
 OUTPUT_WAIT = "output"  # the one wait of a step, by this name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class OutputSlot:
     """One step's pinned destination."""
 
@@ -26,6 +26,13 @@ class OutputSlot:
     sampled: torch.Tensor
     # [B] int32
     num_sampled: torch.Tensor
+    # [B, 1+K] int64 and [B] int32: the same memory
+    sampled_np: np.ndarray = field(init=False)
+    num_sampled_np: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        # views are made once, not in every step
+        self.sampled_np, self.num_sampled_np = self.sampled.numpy(), self.num_sampled.numpy()
 
 
 class OutputSlots:
@@ -85,8 +92,8 @@ class PinnedOutput:
     def get(self) -> StepOutput:
         """Wait for the copy and return host arrays that nothing rewrites."""
         self.done.synchronize(OUTPUT_WAIT)
-        sampled = self.slot.sampled.numpy().copy()
-        num_sampled = self.slot.num_sampled.numpy().copy() if self.num_sampled is None else self.num_sampled
+        sampled = self.slot.sampled_np.copy()
+        num_sampled = self.slot.num_sampled_np.copy() if self.num_sampled is None else self.num_sampled
         output = StepOutput(self.step, self.req_ids, sampled, num_sampled, errors=self.errors)
         if self.logprobs is not None:
             self.logprobs.arrive(output)

@@ -105,7 +105,7 @@ class Bookkeeper:
         self._copy_out(step, slot, self.main)
         self.transfer_event.record(self.main)
         self.transfer_event.synchronize(ACCEPTED_WAIT if step.rows.has_drafts else TO_LIST_WAIT)
-        arrived = slot.sampled.numpy().copy()
+        arrived = slot.sampled_np.copy()
         self.slots.give_back(slot)
         with stage(stages.V1_PARSE_OUTPUT, step.scheduled.step):
             token_lists = parse_output(arrived.tolist(), step.discard.tolist())
@@ -155,7 +155,7 @@ class Bookkeeper:
         if self._last is not None and self._last[1]:
             pending, expected = self._last
             pending.done.synchronize(reason)
-            self._fill_in(expected, pending.slot.sampled.numpy())
+            self._fill_in(expected, pending.slot.sampled_np)
         self._last = None
 
     def forget(self) -> None:

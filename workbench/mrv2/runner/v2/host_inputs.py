@@ -147,7 +147,7 @@ class HostInputs:
         if step is not self._drafted or step.output is None:
             return
         self._drafted = None
-        num_sampled = step.output.slot.num_sampled.numpy()
+        num_sampled = step.output.slot.num_sampled_np
         rejected = np.where(step.most, step.most - num_sampled, 0)
         same = self.taken[step.rows] == step.taken
         self.num_computed[step.rows[same]] -= rejected[same]
