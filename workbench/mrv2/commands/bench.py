@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +87,15 @@ def run(args: argparse.Namespace) -> int:
     device = make_device(options.pop("device", "auto"))
     try:
         axes = varied_knobs(args, device.type)
-        record = _measure(args, names, axes, options, device)
+        record: dict[str, Any] = {}
+        for record in _measured(args, names, axes, options, device):
+            # what is measured is kept, should the rest be cut short
+            if record_path is not None:
+                write_record(record, record_path)
     finally:
         device.close()
     print(report(record, with_stages=args.stages))
     if record_path is not None:
-        write_record(record, record_path)
         print(f"\nrecord: {record_path}")
     print(json.dumps(headline(record)))
     found = [each["differences"] for each in record["workloads"] if each["differences"] is not None]
@@ -118,10 +121,10 @@ def varied_knobs(args: argparse.Namespace, device_type: str) -> dict[str, list[A
     return axes
 
 
-def _measure(
+def _measured(
     args: argparse.Namespace, names: Sequence[str], axes: dict[str, list[Any]], options: dict[str, Any], device: Device
-) -> dict[str, Any]:
-    """Measure the device, load the engine, serve every workload; return the record."""
+) -> Iterator[dict[str, Any]]:
+    """Measure the device, load the engine, serve every workload; yield the record so far after each."""
     from mrv2.bench.bandwidth import measure_limits
     from mrv2.bench.harness import disagreements, make_variants, measure
     from mrv2.bench.record import WorkloadResult, cost_card, make_record
@@ -157,7 +160,9 @@ def _measure(
         )
         differences = disagreements(core, workload, measured)
         results.append(WorkloadResult(workload, cost_card(core, workload), measured, axes, differences))
-    return make_record(core, limits, results)
+        for each in measured:
+            note(f"{workload.name}: {each.rate:,.1f} tok/s, {each.variant.label}")
+        yield make_record(core, limits, results)
 
 
 def engine_sizes(num_requests: int, longest: int, longest_of_model: int, device_type: str) -> dict[str, int | str]:
