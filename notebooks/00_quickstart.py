@@ -21,10 +21,15 @@
 # %%
 import os
 
-from mrv2.lab import Load, Workbench
+import torch
 
-# FAST=1: a tiny model with random weights, for a quick look and for tests
-model, limit = ("tiny-llama", 512) if os.environ.get("FAST") else ("smollm2-135m-instruct", 1024)
+from mrv2.lab import Load, Workbench, model_or
+
+# about 93 MB are fetched on first use; where that cannot be, a model with random weights stands in
+stand_in = "qwen3-0.6b" if torch.cuda.is_available() else "tiny-llama"
+# FAST=1: a tiny model, for a quick look and for tests
+model = "tiny-llama" if os.environ.get("FAST") else model_or("smollm2-135m-instruct", stand_in)
+limit = 512 if model == "tiny-llama" else 1024
 
 # %%
 wb = Workbench(model, max_model_len=limit, max_num_seqs=16, max_num_spec_tokens=3, load=Load(users=4, max_tokens=96))
@@ -58,6 +63,11 @@ result
 # %%
 trace = wb.record(steps=12)
 print(trace.analyze().overview())
+
+# %%
+from mrv2.viz import Timeline
+
+Timeline(trace, window=trace.steps().take(slice(4, 7)))
 
 # %% [markdown]
 # `wb.check()` raises what went wrong in a button or a background thread. The panel stays alive; `wb.close()` stops the

@@ -286,13 +286,15 @@ for depth in DEPTHS:
 # the token arrives:
 
 # %%
-STOP = reference["0"][6]
-needed = reference["0"].index(STOP) + 1
+# served alone: on a GPU a matrix product of one row may round otherwise than one of eight
+alone, _, _ = serve(num=1)
+STOP = alone["0"][6]
+needed = alone["0"].index(STOP) + 1
 wasted = {}
 for depth in DEPTHS:
     core.set_knobs(async_scheduling=True, queue_depth=depth)
     tokens, _, num_steps = serve(stop_at={"0": STOP}, num=1)
-    assert tokens["0"] == reference["0"][:needed], "what comes after the stop is thrown away"
+    assert tokens["0"] == alone["0"][:needed], "what comes after the stop is thrown away"
     wasted[depth] = num_steps - needed
 wasted
 

@@ -38,7 +38,7 @@ from mrv2.config import legal_values
 from mrv2.engine.core import EngineCore
 from mrv2.engine.messages import EngineRequest
 from mrv2.instrument import recording, sync_guard
-from mrv2.lab.exercise import Exercise, pick, progress
+from mrv2.lab.exercise import Exercise, fast, pick, progress
 from mrv2.viz import theme
 from mrv2_kernels.spec.ngram import propose_ngram_torch
 from mrv2_kernels.spec.verify import verify_token_exact_torch
@@ -249,10 +249,12 @@ go.Figure(
 # step later how many were kept. To prove it, serve under a [guard](../docs/glossary.md#sync-guard) that raises at any wait without a name:
 
 # %%
+# once before: what is compiled, captured or allocated for the first time waits for the device, too
+serve(length=24, spec_method="ngram", async_scheduling=True)
 with sync_guard(core.device, mode="error") as guard:
-    core.set_knobs(spec_method="ngram", async_scheduling=True)
     served, _, _ = serve(length=24)
-assert not guard.violations
+# a launch call that takes long waits for no number
+assert not [found for found in guard.violations if found.kind != "launch_backpressure"]
 print("waits with a name:", dict(guard.waits))
 assert set(guard.waits) == {"output"}
 
@@ -272,7 +274,7 @@ try:
     core.set_knobs(async_scheduling=True)
 except ConfigError as error:
     print("refused:", error)
-core.set_knobs(runner="v2", async_scheduling=True)
+_ = core.set_knobs(runner="v2", async_scheduling=True)
 
 # %% jupyter={"source_hidden": true}
 with recording(core.device) as recorder:
@@ -372,7 +374,7 @@ for label, load in (("few words", {}), ("unguessable", {"temperature": 1.0, "wor
     assert asked[True][0] == asked[False][0], "how many are drafted changes no token"
     if label == "unguessable":
         assert asked[True][1] <= asked[False][1], "what is refused is not drafted for ever"
-core.set_knobs(adaptive_drafts=False)
+_ = core.set_knobs(adaptive_drafts=False)
 
 # %% [markdown]
 # ## How good must a drafter be?
@@ -445,16 +447,18 @@ shown
 
 # %%
 from mrv2 import LLM
+from mrv2.lab import model_or
 
-TARGET = pick("smollm2-135m-instruct", "tiny-llama")
+TARGET = "tiny-llama" if fast() else model_or("smollm2-135m-instruct", "tiny-llama")
+TALKS = TARGET != "tiny-llama"
 questions = ["Explain what a KV cache is.", "Write a Python function that reverses a string."]
-texts = pick([[{"role": "user", "content": question}] for question in questions], [[5, 6, 7, 8], [9, 8, 7]])
+texts = [[{"role": "user", "content": question}] for question in questions] if TALKS else [[5, 6, 7, 8], [9, 8, 7]]
 said = {}
 with LLM(TARGET, max_model_len=256, max_num_seqs=4, max_num_spec_tokens=3, speculators=["eagle3", "mtp"]) as llm:
     for method in ("off", "ngram", "eagle3", "mtp"):
         llm.set(spec_method=method)
         chosen = SamplingParams(temperature=0.0, max_tokens=pick(48, 16))
-        ask = llm.chat if TARGET == "smollm2-135m-instruct" else llm.generate
+        ask = llm.chat if TALKS else llm.generate
         answers = ask(texts, chosen, use_tqdm=False)
         said[method] = [list(answer.outputs[0].token_ids) for answer in answers]
         counts = [answer.metrics.drafts for answer in answers]

@@ -3,8 +3,8 @@
     python scripts/notebook_report.py run notebooks/04_async_scheduling.py -o 04.ipynb    # on the machine with the GPU
     python scripts/notebook_report.py page 04.ipynb -o traces/reports/04_h200.html       # where plotly and Chromium are
 
-`run` needs what the notebook itself needs and nothing more; its cells run in this process, in order, and a cell that
-fails ends the run after what was shown so far has been written. `page` draws plotly figures as SVG.
+`run` needs what the notebook itself needs and nothing more; its cells run in this process, in order. What was shown is
+written after each cell, and a cell that fails ends the run. `page` draws plotly figures as SVG.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import html
 import io
 import json
 import os
+import platform
 import re
 import sys
 import traceback
@@ -100,8 +101,19 @@ def run(source: Path, target: Path) -> int:
             cell |= {"execution_count": None, "outputs": outputs}
             cell["metadata"] = {"jupyter": {"source_hidden": True}} if folded else {}
         made.append(cell)
-    target.write_text(json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}), encoding="utf-8")
+        # after each cell: a run that is killed leaves what it has shown
+        done = {"cells": made, "metadata": {"executed": machine()}, "nbformat": 4, "nbformat_minor": 5}
+        target.write_text(json.dumps(done), encoding="utf-8")
     return int(failed)
+
+
+def machine() -> str:
+    """Say on what the cells ran, as far as they have looked."""
+    python, torch = f"Python {platform.python_version()}", sys.modules.get("torch")
+    if torch is None:
+        return f"Executed with {python}"
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a machine without a GPU"
+    return f"Executed on {where}, torch {torch.__version__}, {python}"
 
 
 def page(source: Path, target: Path) -> int:
@@ -117,6 +129,8 @@ def page(source: Path, target: Path) -> int:
         folded = cell["metadata"].get("jupyter", {}).get("source_hidden")
         parts.append(f"<details><summary>code</summary>{code}</details>" if folded else code)
         parts += [output_html(output) for output in cell["outputs"]]
+    if "executed" in notebook["metadata"]:
+        parts.insert(1, f"<p><small>{html.escape(notebook['metadata']['executed'])}</small></p>")
     title = re.sub(r"<[^>]+>", "", parts[0].split("</h1>")[0]) if parts else source.stem
     body = "\n".join(parts)
     target.parent.mkdir(parents=True, exist_ok=True)

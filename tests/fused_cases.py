@@ -101,11 +101,17 @@ def fused_case(
     block_size: int = 16,
     has_norm: bool = True,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    exact: bool = False,
     device: str = "cpu",
     padding: int = 0,
     seed: int = 0,
 ) -> FusedCase:
-    """Return a step of one new token for contexts of `seq_lens` tokens (the new one included)."""
+    """Return a step of one new token for contexts of `seq_lens` tokens (the new one included).
+
+    The caches are of `cache_dtype`, None = of `dtype`; an 8-bit one rounds what it takes, unless the case is `exact`:
+    not rotated, of numbers that the caches hold.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -115,17 +121,20 @@ def fused_case(
     num_blocks = [-(-n // block_size) for n in seq_lens]
     free = (torch.randperm(sum(num_blocks), generator=generator, device=device) + 1).int()
     pool_shape = (len(free) + 1, block_size, num_kv_heads, head_dim)
-    k_cache = torch.full(pool_shape, torch.nan, dtype=dtype, device=device)
-    v_cache = torch.full(pool_shape, torch.nan, dtype=dtype, device=device)
+    kept = cache_dtype or dtype
+    k_cache = torch.full(pool_shape, torch.nan, dtype=torch.float64, device=device)
+    v_cache = torch.full(pool_shape, torch.nan, dtype=torch.float64, device=device)
     width = max(num_blocks) + 1
     tables = torch.full((batch, width), NO_BLOCK, dtype=torch.int32, device=device)
     slots = torch.full((batch,), -1, dtype=torch.int32, device=device)
     positions = torch.zeros(batch, dtype=torch.int32, device=device)
-    angles = torch.randn(max(seq_lens), head_dim // 2, generator=generator, device=device)
+    angles = torch.randn(max(seq_lens), head_dim // 2, generator=generator, device=device) * (not exact)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     weights = (1 + 0.1 * normal(head_dim), 1 + 0.1 * normal(head_dim)) if has_norm else None
     q_weight, k_weight = weights or (None, None)
     qkv = normal(batch, num_heads + 2 * num_kv_heads, head_dim)
+    if exact:
+        qkv = qkv.to(kept).to(dtype)
     expected = torch.zeros((batch, num_heads, head_dim), dtype=torch.float64, device=device)
     new_k, new_v = {}, {}
     for request, seq_len in enumerate(seq_lens):
@@ -134,18 +143,21 @@ def fused_case(
         q, k, v = qkv[request].split((num_heads, num_kv_heads, num_kv_heads))
         past = torch.arange(seq_len - 1, device=device)
         where = (blocks.long()[past // block_size], past % block_size)
-        past_k, past_v = normal(seq_len - 1, num_kv_heads, head_dim), normal(seq_len - 1, num_kv_heads, head_dim)
+        past_k, past_v = (normal(seq_len - 1, num_kv_heads, head_dim).to(kept).double() for _ in range(2))
         k_cache[where], v_cache[where] = past_k, past_v
         q, k = rotated(q, q_weight, cos_sin[seq_len - 1]), rotated(k, k_weight, cos_sin[seq_len - 1])
-        all_k, all_v = torch.cat((past_k.double(), k[None])), torch.cat((past_v.double(), v.double()[None]))
+        if cache_dtype is not None:
+            k, v = k.to(dtype).to(kept), v.to(kept)
+        k, v = k.double(), v.double()
+        all_k, all_v = torch.cat((past_k, k[None])), torch.cat((past_v, v[None]))
         expected[request] = dense_attention(q[None], all_k, all_v, head_dim**-0.5)[0]
         positions[request] = seq_len - 1
         slot = int(blocks[(seq_len - 1) // block_size]) * block_size + (seq_len - 1) % block_size
         slots[request] = slot
-        new_k[slot], new_v[slot] = k, v.double()
+        new_k[slot], new_v[slot] = k, v
     expected_caches = []
     for cache, new in ((k_cache, new_k), (v_cache, new_v)):
-        expected_cache = cache.double()
+        expected_cache = cache.clone()
         for slot, row in new.items():
             expected_cache[slot // block_size, slot % block_size] = row
         expected_caches.append(expected_cache)
@@ -155,8 +167,8 @@ def fused_case(
         norm_weights=weights,
         cos_sin=cos_sin,
         positions=positions,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache=k_cache.to(kept),
+        v_cache=v_cache.to(kept),
         block_tables=tables,
         seq_lens=torch.tensor([*seq_lens, *[0] * padding], dtype=torch.int32, device=device),
         slot_mapping=slots,

@@ -56,11 +56,15 @@ def paged_case(
     head_dim: int,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     device: str = "cpu",
     padding: int = 0,
     seed: int = 0,
 ) -> PagedCase:
-    """Return a case of the given lengths; `padding` adds that many inert requests and three times as many tokens."""
+    """Return a case of the given lengths; `padding` adds that many inert requests and three times as many tokens.
+
+    Keys and values are numbers of `cache_dtype`, None = of `dtype`.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -71,8 +75,9 @@ def paged_case(
     # block 0 is the null block: it belongs to nobody and is as poisoned as the rest
     free = (torch.randperm(sum(num_blocks), generator=generator, device=device) + 1).int()
     pool_shape = (len(free) + 1, block_size, num_kv_heads, head_dim)
-    k_cache = torch.full(pool_shape, torch.nan, dtype=dtype, device=device)
-    v_cache = torch.full(pool_shape, torch.nan, dtype=dtype, device=device)
+    kept = cache_dtype or dtype
+    k_cache = torch.full(pool_shape, torch.nan, dtype=torch.float64, device=device)
+    v_cache = torch.full(pool_shape, torch.nan, dtype=torch.float64, device=device)
     block_tables = torch.full((batch, width), NO_BLOCK, dtype=torch.int32, device=device)
     starts = torch.tensor([0, *query_lens, *[0] * padding]).cumsum(0)
     num_tokens = sum(query_lens)
@@ -83,16 +88,16 @@ def paged_case(
     for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         blocks, free = free[: num_blocks[request]], free[num_blocks[request] :]
         block_tables[request, : len(blocks)] = blocks
-        k, v = normal(seq_len, num_kv_heads, head_dim), normal(seq_len, num_kv_heads, head_dim)
+        k, v = (normal(seq_len, num_kv_heads, head_dim).to(kept).double() for _ in range(2))
         positions = torch.arange(seq_len, device=device)
         where = (blocks.long()[positions // block_size], positions % block_size)
         k_cache[where], v_cache[where] = k, v
         rows = slice(int(starts[request]), int(starts[request]) + query_len)
-        expected[rows] = dense_attention(q[rows].double(), k.double(), v.double(), scale)
+        expected[rows] = dense_attention(q[rows].double(), k, v, scale)
     return PagedCase(
         q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache=k_cache.to(kept),
+        v_cache=v_cache.to(kept),
         block_tables=block_tables,
         query_start_loc=starts.to(device, torch.int32),
         seq_lens=torch.tensor([*seq_lens, *[0] * padding], dtype=torch.int32, device=device),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from mrv2_kernels._numerics import bytes_of
 from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_decode
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
 from mrv2_kernels.attention.kv_write import write_kv
@@ -49,11 +50,13 @@ class AttentionMetadata:
     # [B], only for "sdpa": seq_lens or an upper bound of them, without padding
     max_seq_lens_np: np.ndarray | None = None
 
-    def takes_fused(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    def takes_fused(
+        self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+    ) -> bool:
         """Whether `attend_fused` serves this step: a function of the padded batch and the heads of this rank."""
         if not self.uniform_decode or self.backend != "triton":
             return False
-        return decode_choice(self.seq_lens.shape[0], num_kv_heads, head_dim, dtype).fused
+        return decode_choice(self.seq_lens.shape[0], num_kv_heads, head_dim, dtype, cache_dtype).fused
 
 
 def attend(
@@ -124,7 +127,7 @@ def attend_fused(
     For steps with `takes_fused`; equals the family's `rotate` followed by `attend`.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    choice = decode_choice(q.shape[0], k_cache.shape[2], q.shape[2], q.dtype)
+    choice = decode_choice(q.shape[0], k_cache.shape[2], q.shape[2], q.dtype, k_cache.dtype)
     fused_decode_attention(
         q,
         k,
@@ -152,6 +155,11 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return DEFAULT_NUM_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# [NB, BS, Hkv, D], [n] -> [n * BS, Hkv, D]
+def _blocks_of(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return bytes_of(cache)[blocks].view(cache.dtype).flatten(0, 1)
 
 
 def _sdpa(
@@ -187,7 +195,7 @@ def _sdpa(
         written = (key_positions < seq_len)[:, None, None]
         # a slot that nobody wrote may hold NaN, which a mask on the scores alone would let through
         k, v = (
-            torch.where(written, cache[blocks].flatten(0, 1), torch.zeros((), dtype=q.dtype, device=q.device))
+            torch.where(written, _blocks_of(cache, blocks).to(q.dtype), torch.zeros((), dtype=q.dtype, device=q.device))
             for cache in (k_cache, v_cache)
         )
         attended = F.scaled_dot_product_attention(

@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
         """Return the attention of `x`; with `norm` and `residual`, if it `fuses`, ``residual + attention(norm(x))``."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = self.qkv(x, norm=norm).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
-        if attn.takes_fused(self.num_kv_heads, self.head_dim, q.dtype):
+        if attn.takes_fused(self.num_kv_heads, self.head_dim, q.dtype, kv_cache[0].dtype):
             norms = self.head_norms()
             weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
             out = attend_fused(q, k, v, weights, eps, self.cos_sin, positions, *kv_cache, attn, self.scale)

@@ -6,10 +6,13 @@ Legend: NB blocks, BS tokens per block, Hkv heads of this rank, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from mrv2_kernels.gemm.fp8 import FP8, MIN_CAPABILITY
+from mrv2_models.errors import UnsupportedModelError
 
 # (shape, dtype) -> device tensor
 EmptyFn = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -47,11 +50,28 @@ class KVCacheGroup:
         return self.spec.bytes_per_block * len(self.layers)
 
 
-def group_specs(specs: Sequence[KVCacheSpec]) -> list[KVCacheGroup]:
-    """Group layers by equal specs, in order of first appearance."""
+def kept_dtype(kv_cache_dtype: str, device: torch.device) -> torch.dtype | None:
+    """Return what keys and values are kept in by the option `kv_cache_dtype`; None = what each spec says.
+
+    Raises `UnsupportedModelError` for a GPU whose kernels cannot convert 8-bit floats.
+    """
+    if kv_cache_dtype == "auto":
+        return None
+    if kv_cache_dtype != "fp8":
+        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r} must be 'auto' or 'fp8'")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        raise UnsupportedModelError(
+            f"kv_cache_dtype='fp8' needs compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}, "
+            f"{torch.cuda.get_device_name(device)} has less; leave it out"
+        )
+    return FP8
+
+
+def group_specs(specs: Sequence[KVCacheSpec], dtype: torch.dtype | None = None) -> list[KVCacheGroup]:
+    """Group layers by equal specs, in order of first appearance; `dtype` takes the place of the specs' own."""
     layers: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
-        layers.setdefault(spec, []).append(layer)
+        layers.setdefault(spec if dtype is None else replace(spec, dtype=dtype), []).append(layer)
     return [KVCacheGroup(spec, tuple(members)) for spec, members in layers.items()]
 
 

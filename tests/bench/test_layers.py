@@ -34,12 +34,14 @@ def host() -> Iterator[Device]:
     device.close()
 
 
-def test_what_is_right_passes_its_check() -> None:
-    check_decode(SMOLLM2, PLAN, False, CPU)
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float8_e4m3fn])
+def test_what_is_right_passes_its_check(kept: torch.dtype) -> None:
+    check_decode(SMOLLM2, PLAN, False, CPU, kept)
     check_prefill(SMOLLM2, TILE, CPU)
 
 
-def test_a_decode_kernel_that_is_off_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_decode_kernel_that_is_off_fails_its_check(kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     right = layer_problems.fused_decode_attention
 
     def wrong(*args: Any, scale: float, plan: DecodePlan, pdl: bool) -> None:
@@ -47,7 +49,7 @@ def test_a_decode_kernel_that_is_off_fails_its_check(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(layer_problems, "fused_decode_attention", wrong)
     with pytest.raises(ArithmeticError, match="from float64"):
-        check_decode(SMOLLM2, PLAN, False, CPU)
+        check_decode(SMOLLM2, PLAN, False, CPU, kept)
 
 
 def test_a_kernel_that_writes_nothing_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def core_with(method: str, **knobs: Any) -> EngineCore:
     )
 
 
-def some_requests(count: int = 7) -> Iterator[tuple[str, list[int], SamplingParams]]:
+def some_requests(count: int = 5) -> Iterator[tuple[str, list[int], SamplingParams]]:
     """Prompts of one token to six chunks, of which some begin alike."""
     for index in range(count):
         yield f"r{index}", random_prompt(index % 4, 90)[: 1 + (37 * index) % 90], params(index)

@@ -118,3 +118,28 @@ def test_a_captured_decode_follows_lengths_and_tables_that_change() -> None:
         v_cache[: len(case.v_cache)] = case.v_cache
         graph.replay()
         _check(out, case)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cache_of_eight_bit_floats(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    kept = {"dtype": dtype, "cache_dtype": torch.float8_e4m3fn, "padding": 3}
+    case = _case([1, 0, 17, 300, 1, 64], [1, 0, 17, 900, 4096, 64], shape, **kept)
+    out = case.empty_out()
+    paged_attention(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.block_tables,
+        case.query_start_loc,
+        case.seq_lens,
+        out,
+        scale=case.scale,
+        max_query_len=300,
+    )
+    _check(out, case)
+    case = _case([1] * 5, [1, 31, 900, 2048, 4096], shape, **kept)
+    for num_splits in (1, 8):
+        out = case.empty_out()[: len(case.seq_lens)]
+        _decode(case, num_splits, out)
+        _check(out, case)

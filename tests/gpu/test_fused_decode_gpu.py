@@ -96,3 +96,14 @@ def test_back_to_back_dependent_launches_share_their_counters_in_order() -> None
     for out in [case.run("triton", plan, pdl=True) for _ in range(50)]:
         assert torch.equal(out, first)
     case.check(first, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_splits", [1, 32])
+def test_a_cache_of_eight_bit_floats(shape: tuple[int, int, int, bool], dtype: torch.dtype, num_splits: int) -> None:
+    heads, kv_heads, dim, _ = shape
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "padding": 2, "device": "cuda"}
+    case = fused_case(LENGTHS, has_norm=False, exact=True, dtype=dtype, cache_dtype=torch.float8_e4m3fn, **sizes)
+    block_n, num_stages = (32, 1) if dtype == torch.float32 else (64, 3)
+    case.check(case.run("triton", DecodePlan(block_n, 4, num_stages, num_splits, tiles_per_split=2)), TOLERANCE[dtype])

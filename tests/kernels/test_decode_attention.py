@@ -98,3 +98,12 @@ def test_split_count_is_a_bounded_power_of_two_that_falls_with_the_batch(num_kv_
     assert counts == sorted(counts, reverse=True)
     assert set(counts) <= {1 << i for i in range(MAX_SPLITS.bit_length())}
     assert counts[-1] == 1
+
+
+@pytest.mark.parametrize("twin", ["torch", "triton"])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_cache_of_eight_bit_floats_is_read_as_it_is(twin: str, num_splits: int) -> None:
+    case = paged_case(
+        [1, 1, 1], [33, 1, 130], num_heads=4, num_kv_heads=2, head_dim=64, cache_dtype=torch.float8_e4m3fn, padding=1
+    )
+    _decode(twin, case, num_splits)

@@ -10,6 +10,7 @@ from mrv2_kernels.attention.fused_decode import fused_decode_attention
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, decode_choice, decode_plan
 from mrv2_kernels.gemm.pdl import has_pdl
 
+FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 
 
@@ -147,3 +148,37 @@ def test_what_nobody_measured_is_fused_in_tiles_that_fit(head_dim: int, dtype: t
     plan = choice.plan
     assert choice.fused and not choice.ahead
     assert 2 * plan.block_n * plan.num_stages * head_dim * dtype.itemsize <= 200 << 10
+
+
+@pytest.mark.parametrize("twin", ["torch", "triton"])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_cache_of_eight_bit_floats(twin: str, num_splits: int) -> None:
+    """The new token's key and value count as the cache keeps them, in this step as in later ones."""
+    # Triton's interpreter does not carry when it rounds to 8-bit floats
+    exact = twin == "triton"
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "cache_dtype": FP8, "padding": 2}
+    case = fused_case([33, 1, 130], has_norm=not exact, exact=exact, **sizes)
+    case.check(case.run(twin, plan_of(num_splits)), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("twin", ["torch", "triton"])
+def test_a_cache_of_eight_bit_floats_takes_what_is_too_large_as_its_largest(twin: str) -> None:
+    case = fused_case([20], num_heads=2, num_kv_heads=1, head_dim=64, cache_dtype=FP8, has_norm=False)
+    case.qkv[:, 2:] *= 1e4
+    case.run(twin, plan_of(1))
+    slot = int(case.slot_mapping[0])
+    for cache in (case.k_cache, case.v_cache):
+        written = cache[slot // 16, slot % 16].float()
+        assert written.isfinite().all() and written.abs().max() == 448.0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_cache_of_eight_bit_floats_has_plans_of_its_own_that_fit(head_dim: int) -> None:
+    for batch in (1, 8, 32, 64, 256, 2000):
+        plan = decode_choice(batch, 8, head_dim, torch.bfloat16, FP8).plan
+        assert 2 * plan.block_n * plan.num_stages * head_dim <= 100 << 10
+        # a cache in the dtype of the queries changes nothing
+        plain = decode_choice(batch, 8, head_dim, torch.bfloat16)
+        assert decode_choice(batch, 8, head_dim, torch.bfloat16, torch.bfloat16) == plain
+    # what nobody measured stays so
+    assert decode_choice(4, 8, head_dim, torch.float32, FP8) == decode_choice(4, 8, head_dim, torch.float32)

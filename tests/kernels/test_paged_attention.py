@@ -10,6 +10,7 @@ from mrv2_kernels.attention.paged import paged_attention
 from paged_cases import UNTOUCHED, PagedCase, paged_case
 
 TWINS = ("torch", "triton")
+FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 
 
@@ -130,3 +131,18 @@ def test_cache_of_another_dtype_is_refused() -> None:
             scale=1.0,
             max_query_len=1,
         )
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_cache_of_eight_bit_floats_is_read_as_it_is(twin: str, dtype: torch.dtype) -> None:
+    lengths = {"query_lens": [1, 0, 17, 5, 40], "seq_lens": [33, 0, 17, 101, 40]}
+    for dim in (64, 96):
+        case = paged_case(**lengths, num_heads=6, num_kv_heads=2, head_dim=dim, dtype=dtype, cache_dtype=FP8, padding=1)
+        _check(twin, case)
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    case = paged_case([1], [3], num_heads=2, num_kv_heads=1, head_dim=64, cache_dtype=torch.float16)
+    with pytest.raises(ValueError, match="must be torch.float32 or torch.float8_e4m3fn"):
+        _attend("triton", case)

@@ -11,7 +11,7 @@ import torch
 
 from mrv2_models.attention import AttentionBackend
 from mrv2_models.causal_lm import CausalLM
-from mrv2_models.kv_cache import allocate_kv_caches, group_specs
+from mrv2_models.kv_cache import allocate_kv_caches, group_specs, kept_dtype
 from mrv2_models.model_state import ForwardBatch, resolve_model_state
 
 
@@ -25,11 +25,12 @@ class PagedHarness:
         num_blocks: int = 64,
         block_size: int = 16,
         backend: AttentionBackend = "triton",
+        kv_cache_dtype: str = "auto",
         seed: int = 0,
     ) -> None:
         self.model, self.backend, self.block_size = model, backend, block_size
         self.state = resolve_model_state(model)
-        groups = group_specs(self.state.kv_cache_specs(block_size))
+        groups = group_specs(self.state.kv_cache_specs(block_size), kept_dtype(kv_cache_dtype, model.device))
         self.kv_caches = allocate_kv_caches(
             groups, num_blocks, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype, device=model.device)
         )

@@ -81,7 +81,16 @@ def test_the_page_is_plain_html(executed: tuple[Path, int], tmp_path: Path) -> N
     text = target.read_text(encoding="utf-8")
     assert "<title>A title</title>" in text and "<h1>A title</h1>" in text
     assert "<b>Goal.</b>" in text and "<code>a &lt; b</code>" in text and "<li>two</li>" in text
+    assert f"Executed with Python {sys.version_info[0]}.{sys.version_info[1]}" in text
     assert "<td>a</td>" in text.replace(" ", "") and "host | S E T" in text
     assert "printed &lt;b&gt;" in text and "<em>solve</em>" in text and "42" in text
     assert text.count("<details>") == 1, "the folded cell is folded"
     assert "<script" not in text and "http" not in text and "docs/glossary" not in text
+
+
+def test_a_run_that_is_killed_leaves_what_it_has_shown(tmp_path: Path) -> None:
+    (tmp_path / "nb.py").write_text("# %%\n6 * 7\n\n# %%\n__import__('os')._exit(9)\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, SCRIPT, "run", tmp_path / "nb.py", "-o", tmp_path / "nb.ipynb"], check=False)
+    assert done.returncode == 9
+    (cell,) = json.loads((tmp_path / "nb.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert cell["outputs"][0]["data"]["text/plain"] == "42"

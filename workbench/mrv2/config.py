@@ -264,8 +264,11 @@ class EngineConfig:
     device: Literal["auto", "cuda", "host"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     # "fp8" = the layers' products keep their weights as 8-bit floats with a scale for each output, quantised at load;
-    # activations, embeddings, head and KV cache stay in `dtype`
+    # activations, embeddings and head stay in `dtype`
     quantization: Literal["fp8"] | None = None
+    # "fp8" = keys and values, of drafters too, are kept as 8-bit floats (e4m3, no scale): twice the tokens in the same
+    # memory; "auto" = in `dtype`
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -340,6 +343,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.quantization not in (None, "fp8"):
             raise ConfigError(f"quantization={self.quantization!r} must be None or 'fp8'")
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise ConfigError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto' or 'fp8'")
         if self.warm_up not in ("first_use", "all"):
             raise ConfigError(f"warm_up={self.warm_up!r} must be 'first_use' or 'all'")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32", "float64"):

@@ -173,7 +173,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "data_parallel_size": (1, "the engine runs on one device"),
     "enable_expert_parallel": (False, "the engine runs on one device"),
     "distributed_executor_backend": (None, "the engine runs on one device"),
-    "kv_cache_dtype": ("auto", "the KV cache has the model's dtype"),
     "trust_remote_code": (False, "code from a model folder is never run"),
     "tokenizer_mode": ("auto", "there is one tokenizer implementation"),
     "revision": (None, "models are local folders"),

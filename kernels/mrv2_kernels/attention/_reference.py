@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import torch
 
-from mrv2_kernels._numerics import accumulator_dtype
+from mrv2_kernels._numerics import accumulator_dtype, bytes_of
 
 # scores held at once; bounds the memory of a long prefill (2^23 fp32 values are 32 MiB)
 MAX_SCORES = 1 << 23
@@ -78,7 +78,12 @@ def _gather(
     used = torch.arange(num_blocks, device=tables.device) * block_size < lengths[:, None]
     # table entries past a request's last block hold anything
     blocks = torch.where(used, tables[:, :num_blocks], 0).flatten()
-    gathered = cache.index_select(0, blocks).view(len(tables), num_blocks * block_size, *cache.shape[2:])
+    gathered = (
+        bytes_of(cache)
+        .index_select(0, blocks)
+        .view(cache.dtype)
+        .view(len(tables), num_blocks * block_size, *cache.shape[2:])
+    )
     return (
         gathered[:, :longest].transpose(1, 2).to(accumulator_dtype(cache.dtype), memory_format=torch.contiguous_format)
     )

@@ -10,9 +10,51 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv2_kernels._triton import next_power_of_2, tl, triton
+from mrv2_kernels._numerics import FP8, FP8_MAX
+from mrv2_kernels._triton import constant, next_power_of_2, tl, triton
+from mrv2_kernels.gemm.unpack import E4M3_PAIRS_TO_BF16
 
 LOG2_E = 1.4426950408889634
+_FP8_MAX = constant(FP8_MAX)
+
+
+@triton.jit
+def as_kept(x, DTYPE: tl.constexpr):
+    """Return x as a cache of DTYPE keeps it; 8-bit floats take what is too large as their largest."""
+    if tl.float8e4nv == DTYPE:
+        x = tl.clamp(x.to(tl.float32), -_FP8_MAX, _FP8_MAX)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def as_pairs(ptr):
+    """Return a pointer to 8-bit floats as one to pairs of them."""
+    return ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@triton.jit
+def unpaired(x, DTYPE: tl.constexpr, UNPACK: tl.constexpr):
+    """Return the even and the odd elements of rows of 8-bit floats, x [N, D / 2] pairs; UNPACK: by `gemm.unpack`."""
+    if UNPACK:
+        even, odd = tl.inline_asm_elementwise(
+            E4M3_PAIRS_TO_BF16, "=r,=r,r", [x], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        even = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        odd = ((x >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return even, odd
+
+
+@triton.jit
+def split_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the even and the odd columns of x [ROWS, COLUMNS]."""
+    return tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
+
+
+@triton.jit
+def join_columns(even, odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Inverse of `split_columns`."""
+    return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -49,6 +91,18 @@ def load_tile(
 
 
 @triton.jit
+def _weigh(scores, row_max, row_sum, visible, scale_log2, MASKED: tl.constexpr):
+    """Return (weights [M, N], what the sums so far are multiplied by [M], row_max [M], row_sum [M])."""
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    # the scale is positive: it need not touch every score before the exponential's fused multiply-subtract
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+    rescale = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, axis=1)
+
+
+@triton.jit
 def fold_tile(
     q,
     k,
@@ -67,16 +121,40 @@ def fold_tile(
     which each row that has seen none yet must see one.
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    # the scale is positive: it need not touch every score before the exponential's fused multiply-subtract
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
-    rescale = tl.exp2(row_max - new_max)
-    weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-    row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-    acc = acc * rescale[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, new_max, row_sum
+    weights, rescale, row_max, row_sum = _weigh(scores, row_max, row_sum, visible, scale_log2, MASKED)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def fold_pairs(
+    q_even,
+    q_odd,
+    k,
+    v,
+    acc_even,
+    acc_odd,
+    row_max,
+    row_sum,
+    visible,
+    scale_log2,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UNPACK: tl.constexpr,
+):
+    """Like `fold_tile`, of 8-bit keys and values, [N, D / 2] pairs: with even and odd columns [M, D / 2] apart.
+
+    A pair is what tensor cores' loads move and transpose as one element; its halves need not be shuffled.
+    """
+    k_even, k_odd = unpaired(k, q_even.dtype, UNPACK)
+    scores = tl.dot(q_even, tl.trans(k_even), input_precision=PRECISION)
+    scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=PRECISION)
+    weights, rescale, row_max, row_sum = _weigh(scores, row_max, row_sum, visible, scale_log2, MASKED)
+    weights = weights.to(q_even.dtype)
+    v_even, v_odd = unpaired(v, q_even.dtype, UNPACK)
+    acc_even = tl.dot(weights, v_even, acc_even * rescale[:, None], input_precision=PRECISION)
+    acc_odd = tl.dot(weights, v_odd, acc_odd * rescale[:, None], input_precision=PRECISION)
+    return acc_even, acc_odd, row_max, row_sum
 
 
 @triton.jit
@@ -100,21 +178,61 @@ def attend_tiles(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):
     """Fold the tiles at start, start + step, ... before `stop` into (acc [M, D], row_max [M], row_sum [M]).
 
     `k_ptr` and `v_ptr` point at this KV head in slot 0.  Without MASKED every row sees every key and
     the tiles end where the range does; with it, keys from `stop` on are neither read nor seen, and
-    row m sees keys up to `last_visible[m]` (at least one key of the first tile).
+    row m sees keys up to `last_visible[m]` (at least one key of the first tile).  Caches of 8-bit floats
+    are read in pairs, which UNPACK converts by the instructions of `gemm.unpack`.
     """
+    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
     # read a tile ahead, so that the loads of keys and values depend on nothing and can be pipelined
     block_ids = load_block_ids(table_ptr, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
-    for first in range(start, stop, step):
-        keys = first + tl.arange(0, BLOCK_N)
-        k, v = load_tile(k_ptr, v_ptr, block_ids, keys, stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, MASKED)
-        block_ids = load_block_ids(table_ptr, keys + step, stop, BLOCK_SIZE)
-        visible = (keys[None, :] <= last_visible[:, None]) & (keys < stop)[None, :]
-        acc, row_max, row_sum = fold_tile(q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED, PRECISION)
+    if PAIRS:
+        ROWS: tl.constexpr = q.shape[0]
+        q_even, q_odd = split_columns(q, ROWS, BLOCK_D)
+        acc_even, acc_odd = split_columns(acc, ROWS, BLOCK_D)
+        for first in range(start, stop, step):
+            keys = first + tl.arange(0, BLOCK_N)
+            k, v = load_tile(
+                as_pairs(k_ptr),
+                as_pairs(v_ptr),
+                block_ids,
+                keys,
+                stop,
+                TOKEN_STRIDE // 2,
+                BLOCK_SIZE,
+                HEAD_DIM // 2,
+                BLOCK_D // 2,
+                MASKED,
+            )
+            block_ids = load_block_ids(table_ptr, keys + step, stop, BLOCK_SIZE)
+            visible = (keys[None, :] <= last_visible[:, None]) & (keys < stop)[None, :]
+            acc_even, acc_odd, row_max, row_sum = fold_pairs(
+                q_even,
+                q_odd,
+                k,
+                v,
+                acc_even,
+                acc_odd,
+                row_max,
+                row_sum,
+                visible,
+                scale_log2,
+                MASKED,
+                PRECISION,
+                UNPACK,
+            )
+        acc = join_columns(acc_even, acc_odd, ROWS, BLOCK_D)
+    else:
+        for first in range(start, stop, step):
+            keys = first + tl.arange(0, BLOCK_N)
+            k, v = load_tile(k_ptr, v_ptr, block_ids, keys, stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, MASKED)
+            block_ids = load_block_ids(table_ptr, keys + step, stop, BLOCK_SIZE)
+            visible = (keys[None, :] <= last_visible[:, None]) & (keys < stop)[None, :]
+            acc, row_max, row_sum = fold_tile(q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED, PRECISION)
     return acc, row_max, row_sum
 
 
@@ -183,8 +301,10 @@ def check_inputs(op: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch
     """Raise `ValueError` where the kernels of `op` would compute nonsense."""
     if q.dtype == torch.float64:
         raise ValueError(f"{op}: the Triton kernel takes float16, bfloat16 or float32; for float64 call {op}.torch")
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"{op}: q is {q.dtype} but the KV cache is {k_cache.dtype} / {v_cache.dtype}; cast one")
+    if not (k_cache.dtype == v_cache.dtype and v_cache.dtype in (q.dtype, FP8)):
+        raise ValueError(
+            f"{op}: q is {q.dtype} but the KV cache is {k_cache.dtype} / {v_cache.dtype}; it must be {q.dtype} or {FP8}"
+        )
     head_dim, num_kv_heads = q.shape[2], k_cache.shape[2]
     if q.shape[1] % num_kv_heads:
         raise ValueError(f"{op}: {q.shape[1]} query heads are no multiple of {num_kv_heads} KV heads")

@@ -31,6 +31,7 @@ from mrv2_kernels.attention._tiles import (
     heads_at_once,
 )
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, arrivals_of
+from mrv2_kernels.gemm.unpack import unpacks
 
 # programs up to which a long tile pays for heads of 128: two on each SM of an H200
 FEW_PROGRAMS = 264
@@ -62,6 +63,7 @@ def _decode_kernel(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -105,6 +107,7 @@ def _decode_kernel(
         BLOCK_N,
         True,
         PRECISION,
+        UNPACK,
     )
     # an empty context has row_sum 0 and yields zeros
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
@@ -235,6 +238,7 @@ def paged_attention_decode_triton(
         BLOCK_SPLITS=next_power_of_2(num_splits),
         BLOCK_GROUP=heads_at_once(group, num_splits, block_d),
         PRECISION="ieee",
+        UNPACK=unpacks(q, k_cache.dtype),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
@@ -283,4 +287,8 @@ def aot_cases() -> list[AotCase]:
         "BLOCK_GROUP": 2,
         "PRECISION": "ieee",
     }
-    return [AotCase(_decode_kernel, signature, constants, num_warps=shape.num_warps)]
+    eight_bits = signature | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
+    return [
+        AotCase(_decode_kernel, each, constants | {"UNPACK": unpack}, num_warps=shape.num_warps)
+        for each, unpack in ((signature, False), (eight_bits, True))
+    ]

@@ -33,18 +33,24 @@ from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._tiles import (
     LOG2_E,
+    as_kept,
+    as_pairs,
     attend_tiles,
     check_inputs,
     combine_shares,
+    fold_pairs,
     fold_tile,
     heads_at_once,
+    join_columns,
     load_block_ids,
     load_tile,
+    split_columns,
 )
 from mrv2_kernels.attention.decode import paged_attention_decode_torch
 from mrv2_kernels.attention.kv_write import write_kv_torch
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, DecodePlan, arrivals_of
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
+from mrv2_kernels.gemm.unpack import unpacks
 from mrv2_kernels.layers.rope import qk_norm_rope_torch, rotary_embedding_torch
 
 
@@ -112,6 +118,7 @@ def _fused_decode_kernel(
     EPS: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     request = tl.program_id(0).to(tl.int64)
@@ -141,9 +148,24 @@ def _fused_decode_kernel(
     first_keys = split * BLOCK_N + tl.arange(0, BLOCK_N)
     first_stop = tl.where(split < num_shares, num_cached, 0)
     first_ids = load_block_ids(table_ptr, first_keys, first_stop, BLOCK_SIZE)
-    first_k, first_v = load_tile(
-        k_head_ptr, v_head_ptr, first_ids, first_keys, first_stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
-    )
+    PAIRS: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.float8e4nv
+    if PAIRS:
+        first_k, first_v = load_tile(
+            as_pairs(k_head_ptr),
+            as_pairs(v_head_ptr),
+            first_ids,
+            first_keys,
+            first_stop,
+            TOKEN_STRIDE // 2,
+            BLOCK_SIZE,
+            HEAD_DIM // 2,
+            BLOCK_D // 2,
+            True,
+        )
+    else:
+        first_k, first_v = load_tile(
+            k_head_ptr, v_head_ptr, first_ids, first_keys, first_stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
+        )
     angles_ptr = cos_sin_ptr + position * HEAD_DIM + dims % HALF
     cos = tl.load(angles_ptr, mask=in_head, other=0.0).to(tl.float32)
     sin = tl.load(angles_ptr + HALF, mask=in_head, other=0.0).to(tl.float32)
@@ -179,9 +201,9 @@ def _fused_decode_kernel(
         1,
     ).to(q_ptr.dtype.element_ty)
     # rounded as the cache rounds it, so that later steps read what this one used
-    k = _normed_and_rotated(k, k_partner, k_weight, k_partner_weight, cos, signed_sin, HEAD_DIM, HAS_NORM, EPS, 0).to(
-        k_cache_ptr.dtype.element_ty
-    )
+    k = _normed_and_rotated(k, k_partner, k_weight, k_partner_weight, cos, signed_sin, HEAD_DIM, HAS_NORM, EPS, 0)
+    k = as_kept(k.to(k_ptr.dtype.element_ty), k_cache_ptr.dtype.element_ty)
+    v = as_kept(v, v_cache_ptr.dtype.element_ty)
     holds_new = (split == num_shares - 1) & (seq_len > 0)
     written = in_head & (split == num_shares - 1) & (slot >= 0)
     tl.store(k_head_ptr + slot * TOKEN_STRIDE + dims, k, mask=written)
@@ -193,18 +215,30 @@ def _fused_decode_kernel(
     new_value = tl.where(holds_new, v.to(tl.float32), 0.0)
     acc = new_value[None, :] + tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if split < num_tiles:
-        acc, row_max, row_sum = fold_tile(
-            q,
-            first_k,
-            first_v,
-            acc,
-            row_max,
-            row_sum,
-            (first_keys < num_cached)[None, :],
-            scale_log2,
-            True,
-            PRECISION,
-        )
+        first_visible = (first_keys < num_cached)[None, :]
+        if PAIRS:
+            q_even, q_odd = split_columns(q, BLOCK_M, BLOCK_D)
+            acc_even, acc_odd = split_columns(acc, BLOCK_M, BLOCK_D)
+            acc_even, acc_odd, row_max, row_sum = fold_pairs(
+                q_even,
+                q_odd,
+                first_k,
+                first_v,
+                acc_even,
+                acc_odd,
+                row_max,
+                row_sum,
+                first_visible,
+                scale_log2,
+                True,
+                PRECISION,
+                UNPACK,
+            )
+            acc = join_columns(acc_even, acc_odd, BLOCK_M, BLOCK_D)
+        else:
+            acc, row_max, row_sum = fold_tile(
+                q, first_k, first_v, acc, row_max, row_sum, first_visible, scale_log2, True, PRECISION
+            )
     acc, row_max, row_sum = attend_tiles(
         q,
         acc,
@@ -225,6 +259,7 @@ def _fused_decode_kernel(
         BLOCK_N,
         True,
         PRECISION,
+        UNPACK,
     )
     # padding has row_sum 0 and yields zeros
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
@@ -361,6 +396,7 @@ def fused_decode_attention_triton(
         EPS=eps,
         PDL=pdl,
         PRECISION="ieee",
+        UNPACK=unpacks(q, k_cache.dtype),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **({"launch_pdl": True} if pdl else {}),
@@ -427,15 +463,15 @@ def aot_cases() -> list[AotCase]:
         "tiles_per_split": 2,
         "EPS": 1e-6,
         "PRECISION": "ieee",
+        "UNPACK": False,
     }
     qwen3: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64}
     smollm2: dict[str, object] = {"NUM_KV_HEADS": 3, "GROUP": 3, "HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_N": 128}
+    normed = shared | qwen3 | {"HAS_NORM": True, "PDL": True, "BLOCK_SPLITS": 32, "BLOCK_GROUP": 2}
+    eight_bits = signature | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
     return [
-        AotCase(
-            _fused_decode_kernel,
-            signature,
-            shared | qwen3 | {"HAS_NORM": True, "PDL": True, "BLOCK_SPLITS": 32, "BLOCK_GROUP": 2},
-        ),
+        AotCase(_fused_decode_kernel, signature, normed),
+        AotCase(_fused_decode_kernel, eight_bits, normed | {"UNPACK": True}),
         AotCase(
             _fused_decode_kernel,
             signature,

@@ -2,6 +2,8 @@
 
     cache[slot // BS, slot % BS] = row,  for every token whose slot is not -1
 
+A cache of 8-bit floats (e4m3) keeps each value rounded to three bits of mantissa, what is beyond 448 as 448.
+
 Legend: T = tokens, NB = blocks, BS = block size, Hkv = KV heads, D = head size.
 """
 
@@ -10,8 +12,11 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
+from mrv2_kernels._numerics import as_kept as as_kept_torch
+from mrv2_kernels._numerics import bytes_of
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.attention._tiles import as_kept
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 
@@ -38,8 +43,8 @@ def _write_kv_kernel(
         mask = cols < ROW
         k = tl.load(k_ptr + token * k_stride + cols, mask=mask)
         v = tl.load(v_ptr + token * v_stride + cols, mask=mask)
-        tl.store(k_cache_ptr + slot * ROW + cols, k, mask=mask)
-        tl.store(v_cache_ptr + slot * ROW + cols, v, mask=mask)
+        tl.store(k_cache_ptr + slot * ROW + cols, as_kept(k, k_cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(v_cache_ptr + slot * ROW + cols, as_kept(v, v_cache_ptr.dtype.element_ty), mask=mask)
 
 
 def write_kv_triton(
@@ -95,8 +100,8 @@ def write_kv_torch(
     tokens = torch.nonzero(slot_mapping >= 0).squeeze(1)
     slots = slot_mapping.index_select(0, tokens).long()
     for rows, cache in ((k, k_cache), (v, v_cache)):
-        by_slot = cache.view(-1, *cache.shape[2:])
-        by_slot.index_copy_(0, slots, rows.index_select(0, tokens).to(cache.dtype))
+        by_slot = bytes_of(cache).view(-1, *cache.shape[2:])
+        by_slot.index_copy_(0, slots, bytes_of(as_kept_torch(rows.index_select(0, tokens), cache.dtype)))
 
 
 write_kv = dispatch(write_kv_triton, write_kv_torch)
@@ -106,4 +111,6 @@ def aot_cases() -> list[AotCase]:
     """Return a representative signature of each kernel of this module."""
     signature = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
     signature |= {"slot_mapping_ptr": "*i32", "k_stride": "i32", "v_stride": "i32"}
-    return [AotCase(_write_kv_kernel, signature, {"ROW": 1024, "BLOCK": 1024, "PDL": True})]
+    eight_bits = signature | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
+    constants: dict[str, object] = {"ROW": 1024, "BLOCK": 1024, "PDL": True}
+    return [AotCase(_write_kv_kernel, each, constants) for each in (signature, eight_bits)]

@@ -22,6 +22,7 @@ from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._reference import attend_paged
 from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs
+from mrv2_kernels.gemm.unpack import unpacks
 
 
 @triton.jit
@@ -61,6 +62,7 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # a request's last queries see the most keys: they start first
@@ -115,6 +117,7 @@ def _paged_attention_kernel(
         BLOCK_N,
         False,
         PRECISION,
+        UNPACK,
     )
     acc, row_max, row_sum = attend_tiles(
         q,
@@ -136,6 +139,7 @@ def _paged_attention_kernel(
         BLOCK_N,
         True,
         PRECISION,
+        UNPACK,
     )
     # an empty context has row_sum 0 and yields zeros
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
@@ -208,6 +212,7 @@ def paged_attention_triton(
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         PRECISION="ieee",
+        UNPACK=unpacks(q, k_cache.dtype),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
@@ -252,4 +257,8 @@ def aot_cases() -> list[AotCase]:
     shape = _tile_shape(torch.bfloat16, group=2, max_query_len=1024)
     constants: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "BLOCK_D": 128}
     constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "PRECISION": "ieee"}
-    return [AotCase(_paged_attention_kernel, signature, constants, num_warps=shape.num_warps)]
+    eight_bits = signature | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
+    return [
+        AotCase(_paged_attention_kernel, each, constants | {"UNPACK": unpack}, num_warps=shape.num_warps)
+        for each, unpack in ((signature, False), (eight_bits, True))
+    ]

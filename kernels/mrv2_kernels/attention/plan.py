@@ -67,6 +67,22 @@ _MEASURED: dict[int, dict[int, DecodeChoice]] = {
         2048: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
     },
 }
+# the same of caches of 8-bit floats; not measured: keys a tile as many as keep the bytes in flight, or registers allow
+_EIGHT_BITS: dict[int, dict[int, DecodeChoice]] = {
+    64: _MEASURED[64],
+    128: {
+        8: DecodeChoice(DecodePlan(32, 4, 2, num_splits=32, tiles_per_split=1), ahead=True),
+        64: DecodeChoice(DecodePlan(64, 2, 2, num_splits=8, tiles_per_split=1), ahead=True),
+        256: DecodeChoice(DecodePlan(128, 4, 2, num_splits=1, tiles_per_split=1), ahead=True),
+        512: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
+        2048: DecodeChoice(DecodePlan(32, 1, 3, num_splits=1, tiles_per_split=4), ahead=True),
+    },
+}
+
+
+def measured(cache_dtype: torch.dtype) -> dict[int, dict[int, DecodeChoice]]:
+    """Return the table of a cache: largest head size -> pairs -> choice."""
+    return _EIGHT_BITS if cache_dtype.itemsize == 1 else _MEASURED
 
 
 def split_bound(batch: int, num_kv_heads: int, programs: int = _PROGRAMS) -> int:
@@ -78,16 +94,19 @@ def split_bound(batch: int, num_kv_heads: int, programs: int = _PROGRAMS) -> int
 
 
 @cache
-def decode_choice(batch: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeChoice:
-    """Return the choice for a padded batch."""
-    size = next((size for size in sorted(_MEASURED) if head_dim <= size), None)
+def decode_choice(
+    batch: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+) -> DecodeChoice:
+    """Return the choice for a padded batch; `cache_dtype` None = keys and values are kept in `dtype`."""
+    table = measured(cache_dtype or dtype)
+    size = next((size for size in sorted(table) if head_dim <= size), None)
     if size is None or dtype.itemsize > 2:
         # tiles that fit into shared memory, 128 keys a split
         block_n, num_stages = (32, 1) if dtype.itemsize > 2 else (64, 3)
         return DecodeChoice(DecodePlan(block_n, 4, num_stages, split_bound(batch, num_kv_heads), 128 // block_n))
     pairs = max(batch * num_kv_heads, 1)
-    nearest = min(_MEASURED[size], key=lambda measured: max(pairs / measured, measured / pairs))
-    return _MEASURED[size][nearest]
+    nearest = min(table[size], key=lambda known: max(pairs / known, known / pairs))
+    return table[size][nearest]
 
 
 def decode_plan(batch: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodePlan:

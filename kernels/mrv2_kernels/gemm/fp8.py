@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from mrv2_kernels._dispatch import dispatch
+from mrv2_kernels._numerics import FP8, FP8_MAX, as_kept
 from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
@@ -21,9 +22,6 @@ from mrv2_kernels.gemm.picks import Pick, ProductPicks, picks_for, picks_of
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan
 from mrv2_kernels.gemm.resident import why_not_resident
 
-FP8 = torch.float8_e4m3fn
-# the largest number of the format
-FP8_MAX = 448.0
 # compute capability from which on kernels convert the format
 MIN_CAPABILITY = (8, 9)
 # of the kernel that makes 16-bit weights again
@@ -38,7 +36,7 @@ def quantise_rows(
     values = weight.to(torch.float32)
     largest = values.abs().amax(dim=1)
     scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
-    return (values / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+    return as_kept(values / scale[:, None], FP8), scale
 
 
 @triton.jit

@@ -307,7 +307,7 @@ def resident_linear(
         STAGES=min(plan.stages, chunks),
         SPLITS=plan.splits,
         HAS_SCALE=scale is not None,
-        UNPACK=unpacks(x, scale),
+        UNPACK=unpacks(x, weight.dtype),
         EARLY=plan.early,
         PDL=pdl,
         num_warps=plan.num_warps,

@@ -189,7 +189,7 @@ def streamed_linear(
         STAGES=plan.stages,
         SEGMENTS=segments,
         HAS_SCALE=scale is not None,
-        UNPACK=unpacks(x, scale),
+        UNPACK=unpacks(x, weight.dtype),
         TURNED=plan.variant == "turned",
         PDL=pdl,
         num_warps=plan.num_warps,

@@ -120,7 +120,7 @@ def measure_budget(
 def _kv_bytes(core: EngineCore) -> int:
     """Keys and values of one token in one layer."""
     config = core.model_config
-    return 2 * config.num_key_value_heads * config.head_dim * core.executor.model.dtype.itemsize
+    return 2 * config.num_key_value_heads * config.head_dim * core.executor.groups[0].spec.dtype.itemsize
 
 
 @dataclass

@@ -29,7 +29,7 @@ from mrv2_kernels.attention import plan as plans
 from mrv2_kernels.attention.plan import DecodeChoice, DecodePlan, decode_choice
 from mrv2_models.attention import AttentionMetadata
 from mrv2_models.causal_lm import CausalLM
-from mrv2_models.kv_cache import allocate_kv_caches, group_specs
+from mrv2_models.kv_cache import allocate_kv_caches, group_specs, kept_dtype
 from mrv2_models.model_state import ForwardBatch, resolve_model_state
 from mrv2_models.registry import load_model
 
@@ -126,9 +126,9 @@ class ForwardTime:
     microseconds: float
 
 
-def candidates(batch: int) -> list[DecodeChoice]:
+def candidates(batch: int, kept: torch.dtype = torch.bfloat16) -> list[DecodeChoice]:
     """Return the choices worth a try for `batch` requests: the one in force first, and the kernels one by one."""
-    now = decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16)
+    now = decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16, kept)
     found = [now, DecodeChoice(now.plan, ahead=not now.ahead), DecodeChoice(now.plan, fused=False)]
     for tile, splits, tiles in SHAPES[batch]:
         plans = [DecodePlan(*tile, num_splits, each) for num_splits in splits for each in tiles]
@@ -137,9 +137,9 @@ def candidates(batch: int) -> list[DecodeChoice]:
 
 
 @contextmanager
-def in_force(batch: int, choice: DecodeChoice) -> Iterator[None]:
+def in_force(batch: int, choice: DecodeChoice, kept: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """Make `choice` the one of a bucket for the time of the block."""
-    table = plans._MEASURED[QWEN3.head_dim]  # the table itself is what is being tuned
+    table = plans.measured(kept)[QWEN3.head_dim]  # the table itself is what is being tuned
     pairs, before = batch * QWEN3.num_kv_heads, dict(table)
     table[pairs] = choice
     decode_choice.cache_clear()
@@ -154,9 +154,9 @@ def in_force(batch: int, choice: DecodeChoice) -> Iterator[None]:
 class _Forward:
     """A decode step of a model with random weights over a random cache."""
 
-    def __init__(self, model: CausalLM, num_blocks: int) -> None:
+    def __init__(self, model: CausalLM, num_blocks: int, kept: torch.dtype | None) -> None:
         self.model, self.state = model, resolve_model_state(model)
-        groups = group_specs(self.state.kv_cache_specs(BLOCK_SIZE))
+        groups = group_specs(self.state.kv_cache_specs(BLOCK_SIZE), kept)
         self.kv_caches = allocate_kv_caches(
             groups, num_blocks, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=model.device)
         )
@@ -194,6 +194,7 @@ def tune_forward(
     device: Device,
     buckets: Sequence[int] = tuple(BUCKETS),
     *,
+    kv_cache_dtype: str = "auto",
     seconds: float = 120.0,
     progress: Callable[[str], object] = print,
 ) -> dict[str, Any]:
@@ -204,8 +205,9 @@ def tune_forward(
     if device.type != "cuda":
         raise ConfigError("--layers --tune times a model's forward pass: it needs a CUDA device")
     deadline = time.monotonic() + seconds
-    wanted = {choice for batch in buckets for choice in candidates(batch)}
-    failures = _check(sorted({c.plan for c in wanted if c.fused}, key=str), progress)
+    kept = kept_dtype(kv_cache_dtype, device.torch_device) or torch.bfloat16
+    wanted = {choice for batch in buckets for choice in candidates(batch, kept)}
+    failures = _check(sorted({c.plan for c in wanted if c.fused}, key=str), kv_cache_dtype, progress)
     progress(f"forward: checked after {seconds - (deadline - time.monotonic()):.0f} s")
     most = max(batch * max(BUCKETS[batch]) for batch in buckets)
     times: list[ForwardTime] = []
@@ -215,18 +217,18 @@ def tune_forward(
         model = load_model(
             MODEL, load_format="dummy", dtype="bfloat16", device=device.torch_device, max_model_len=40960
         )
-        holder.append(_Forward(model, most // BLOCK_SIZE + 2))
+        holder.append(_Forward(model, most // BLOCK_SIZE + 2, kept))
 
     device.main.run(_STAGE, load)
     device.synchronize("forward: inputs")
     for batch in buckets:
         progress(f"forward: {batch} requests")
-        for choice in candidates(batch):
+        for choice in candidates(batch, kept):
             if choice.plan in failures or time.monotonic() > deadline:
                 continue
             for context in BUCKETS[batch]:
                 try:
-                    with in_force(batch, choice):
+                    with in_force(batch, choice, kept):
                         found = _seconds(device, holder[0], batch, context)
                 except Exception as error:  # any failure of a candidate is a finding
                     failures[choice.plan] = f"{batch} x {context}: {_reason(error)}"
@@ -237,6 +239,7 @@ def tune_forward(
         "kind": KIND,
         "environment": environment(),
         "model": MODEL,
+        "kv_cache_dtype": kv_cache_dtype,
         "times": [asdict(each) for each in times],
         "best": {str(batch): asdict(best) for batch in buckets if (best := best_choice(times, batch))},
         "failures": {str(plan): why for plan, why in failures.items()},
@@ -258,24 +261,27 @@ def best_choice(times: Sequence[ForwardTime], batch: int) -> DecodeChoice | None
     return min(means, key=lambda choice: means[choice]) if means else None
 
 
-def _check_plan(plan: DecodePlan) -> str | None:
+def _check_plan(plan: DecodePlan, kv_cache_dtype: str) -> str | None:
     device = make_device("cuda")
+    kept = kept_dtype(kv_cache_dtype, device.torch_device) or torch.bfloat16
     try:
         for pdl in (False, True):
-            check_decode(QWEN3, plan, pdl, device.torch_device)
+            check_decode(QWEN3, plan, pdl, device.torch_device, kept)
         device.synchronize("forward: check")
     except Exception as error:  # any failure of a candidate is a finding
         return _reason(error)
     return None
 
 
-def _check(wanted: Sequence[DecodePlan], progress: Callable[[str], object]) -> dict[DecodePlan, str]:
+def _check(
+    wanted: Sequence[DecodePlan], kv_cache_dtype: str, progress: Callable[[str], object]
+) -> dict[DecodePlan, str]:
     """Compile and compare the plans, several at a time; return those that failed, with the reason."""
     workers = max(1, min(len(wanted), os.cpu_count() or 1))
     progress(f"forward: {len(wanted)} plans are compiled and checked by {workers} processes")
     failures: dict[DecodePlan, str] = {}
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = {pool.submit(_check_plan, plan): plan for plan in wanted}
+        jobs = {pool.submit(_check_plan, plan, kv_cache_dtype): plan for plan in wanted}
         for job in as_completed(jobs):
             try:
                 reason = job.result()
@@ -316,7 +322,8 @@ def _seconds(device: Device, forward: _Forward, num_requests: int, context: int)
 
 def report(record: dict[str, Any]) -> str:
     """Return the record as a table: microseconds of a forward pass by bucket and choice, the fastest first."""
-    lines = [f"{record['model']}: microseconds of a forward pass of decodes, as one graph"]
+    what = f"{record['model']}, kv_cache_dtype {record['kv_cache_dtype']}"
+    lines = [f"{what}: microseconds of a forward pass of decodes, as one graph"]
     for batch in dict.fromkeys(each["batch"] for each in record["times"]):
         rows: dict[str, dict[int, float]] = {}
         for each in record["times"]:
@@ -343,6 +350,7 @@ def headline(record: dict[str, Any]) -> dict[str, Any]:
         "kind": KIND,
         "gpu": gpu.get("name"),
         "revision": record["environment"]["revision"],
+        "kv_cache_dtype": record["kv_cache_dtype"],
         "best": {batch: _label(choice) for batch, choice in record["best"].items()},
         "num_failures": len(record["failures"]),
     }

@@ -21,7 +21,8 @@ from typing import Any
 
 from mrv2.bench.bandwidth import Limit
 from mrv2.bench.environment import environment
-from mrv2.bench.roofline import CostCard, ModelCost, StepWork
+from mrv2.bench.record import model_cost
+from mrv2.bench.roofline import CostCard, StepWork
 from mrv2.bench.serving import summarise
 from mrv2.engine.core import EngineCore
 from mrv2.engine.messages import EngineRequest
@@ -139,7 +140,9 @@ def _floor_seconds(core: EngineCore, num_requests: int, context: int, num_steps:
     for _ in range(num_requests):
         step.add(1, length, decode=True, yields_token=True)
     card = CostCard(
-        ModelCost.of(core.model_config, core.executor.model.dtype, core.config.quantization), num_requests, [step]
+        model_cost(core),
+        num_requests,
+        [step],
     )
     return card.step_seconds(step, bandwidth)
 

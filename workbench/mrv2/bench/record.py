@@ -66,11 +66,17 @@ class WorkloadResult:
         }
 
 
+def model_cost(core: EngineCore) -> ModelCost:
+    """Return the costs of the model of a loaded engine, weights and cache as it keeps them."""
+    config = core.config
+    return ModelCost.of(core.model_config, core.executor.model.dtype, config.quantization, config.kv_cache_dtype)
+
+
 def cost_card(core: EngineCore, workload: Workload) -> CostCard:
     """Return the cost card of `workload` under the limits of a loaded engine."""
     return CostCard.of(
         workload,
-        ModelCost.of(core.model_config, core.executor.model.dtype, core.config.quantization),
+        model_cost(core),
         max_num_seqs=core.config.max_num_seqs,
         max_num_batched_tokens=core.config.max_num_batched_tokens,
     )
@@ -108,9 +114,9 @@ def kernel_choices(core: EngineCore) -> dict[str, dict[str, Any]]:
     """Return the choices that depend on the padded batch alone; empty on the host, which pads nothing."""
     if not core.executor.buckets.decode:
         return {}
-    config, dtype = core.model_config, core.executor.model.dtype
+    config, dtype, kept = core.model_config, core.executor.model.dtype, core.executor.groups[0].spec.dtype
     choices = {
-        str(size): asdict(decode_choice(size, config.num_key_value_heads, config.head_dim, dtype))
+        str(size): asdict(decode_choice(size, config.num_key_value_heads, config.head_dim, dtype, kept))
         for size in core.executor.buckets.decode
     }
     products = {

@@ -38,8 +38,18 @@ class ModelCost:
     flops_per_attended_pair: int
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, quantization: Literal["fp8"] | None = None) -> ModelCost:
-        """Count from the shape of the model; with "fp8" a weight of the layers' products is one byte, a scale four."""
+    def of(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        quantization: Literal["fp8"] | None = None,
+        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    ) -> ModelCost:
+        """Count from the shape of the model.
+
+        With `quantization` "fp8" a weight of the layers' products is one byte, a scale four; with `kv_cache_dtype`
+        "fp8" an element of a key or value is one byte.
+        """
         head_weights = config.vocab_size * config.hidden_size
         embedding_weights = head_weights * (1 if config.tie_word_embeddings else 2)
         layer_weights = config.num_parameters - embedding_weights
@@ -56,7 +66,7 @@ class ModelCost:
             * config.num_hidden_layers
             * config.num_key_value_heads
             * config.head_dim
-            * dtype.itemsize,
+            * (1 if kv_cache_dtype == "fp8" else dtype.itemsize),
             flops_per_token=2 * layer_weights,
             flops_per_logits_row=2 * head_weights,
             flops_per_attended_pair=4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim,

@@ -17,6 +17,7 @@ _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "device": (str, "auto (CUDA where there is one), cuda or host"),
     "load_format": (str, "auto, or dummy for random weights"),
     "quantization": (str, "fp8 keeps the weights of the layers' products as 8-bit floats; default: as they are"),
+    "kv_cache_dtype": (str, "fp8 keeps keys and values as 8-bit floats; auto: in the model's dtype"),
     "warm_up": (str, "first_use, or all to compile and capture everything before the first request"),
     "seed": (int, "seeds requests that bring no seed of their own, and dummy weights"),
     "max_model_len": (int, "longest prompt and output together, in tokens"),

@@ -154,10 +154,15 @@ def _layers(args: argparse.Namespace, options: dict[str, Any], record_path: Path
     from mrv2.bench import forward_tuning
     from mrv2.bench.layers import headline, measure_layers, report
 
+    kept = options.get("kv_cache_dtype", "auto")
+    if kept not in ("auto", "fp8"):
+        raise ConfigError(f"--layers --kv-cache-dtype {kept}: auto or fp8")
     if args.tune:
         with _device(options) as device:
-            record = forward_tuning.tune_forward(device, progress=note)
+            record = forward_tuning.tune_forward(device, kv_cache_dtype=kept, progress=note)
         return _finish(record, forward_tuning.report(record), forward_tuning.headline(record), record_path)
+    if kept != "auto":
+        raise ConfigError(f"--kv-cache-dtype {kept} belongs to mrv2 bench --layers --tune")
     with _device(options) as device:
         record = measure_layers(device, progress=note)
     return _finish(record, report(record), headline(record), record_path)
@@ -342,7 +347,7 @@ PARTS = (
         _gemms,
         options=("quantization",),
     ),
-    Part("--layers", "attention kernels and their launch plans (CUDA)", _layers),
+    Part("--layers", "attention kernels and their launch plans (CUDA)", _layers, options=("kv_cache_dtype",)),
     Part(
         "--structured",
         "what it costs that none, half and all of the requests follow a grammar",

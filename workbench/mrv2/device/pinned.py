@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from mrv2.device.base import Device, DeviceError, Event, Shape, fill_garbage
@@ -23,14 +25,18 @@ class PinnedRing:
         *,
         name: str = "pinned",
         debug: bool = False,
+        slots: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """With `debug`, a slot whose readers are still at work when its turn comes is an error."""
+        """With `debug`, a slot whose readers are still at work when its turn comes is an error.
+
+        `slots` are pinned tensors of the ring's shape to hand out; they are allocated otherwise.
+        """
         if depth < 1:
             raise ValueError(f"PinnedRing {name!r}: depth={depth} must be at least 1")
         self.device = device
         self.name = name
         self.debug = debug
-        self.slots = [device.pinned(shape, dtype) for _ in range(depth)]
+        self.slots = [device.pinned(shape, dtype) for _ in range(depth)] if slots is None else list(slots)
         # per slot: the step that took it last, and the event that frees it (None = not released)
         self._steps: list[int | None] = [None] * depth
         self._freed_by: list[Event | None] = [None] * depth

@@ -25,7 +25,8 @@ from mrv2.runner.v1.model_runner import ModelRunnerV1
 from mrv2.runner.v2.model_runner import ModelRunnerV2
 from mrv2.runner.v2.upload import step_words_capacity
 from mrv2.speculators import parse_speculators
-from mrv2_models.kv_cache import LayerCache, allocate_kv_caches, group_specs
+from mrv2_kernels._numerics import FP8, bytes_of
+from mrv2_models.kv_cache import LayerCache, allocate_kv_caches, group_specs, kept_dtype
 from mrv2_models.model_state import resolve_model_state
 from mrv2_models.registry import load_model, resolve_model
 
@@ -35,6 +36,8 @@ MAX_QUEUE_DEPTH = 4
 MAX_MIXED_GRAPH_TOKENS = 8192
 # share of the host's free memory that the KV cache takes when no size is given
 HOST_KV_SHARE = 0.25
+# NaN as an 8-bit float
+NAN_BYTE = 0x7F
 
 
 class Executor(Protocol):
@@ -94,7 +97,8 @@ class UniProcExecutor:
         self.vocab_size = self.model.config.vocab_size
         self.max_model_len = self.model.max_model_len
         self.model_state = resolve_model_state(self.model)
-        self.groups = group_specs(self.model_state.kv_cache_specs(config.block_size))
+        kept = kept_dtype(config.kv_cache_dtype, self.device.torch_device)
+        self.groups = group_specs(self.model_state.kv_cache_specs(config.block_size), kept)
         self.num_groups = len(self.groups)
         self.blocks_per_row = -(-self.max_model_len // config.block_size)
         setup = ProcessorSetup(self.device.torch_device, config.max_num_seqs, self.max_model_len, self.vocab_size)
@@ -303,4 +307,4 @@ def _fill_inert(buffers: ForwardBuffers) -> None:
 def _fill_blocks(kv_caches: list[LayerCache], block_ids: torch.Tensor) -> None:
     for caches in kv_caches:
         for cache in caches:
-            cache[block_ids.to(cache.device)] = float("nan")
+            bytes_of(cache)[block_ids.to(cache.device)] = NAN_BYTE if cache.dtype == FP8 else float("nan")

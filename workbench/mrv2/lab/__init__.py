@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from mrv2.lab.ab import ABResult
     from mrv2.lab.load import Load
     from mrv2.lab.session import Session, open_session
+    from mrv2.lab.stand_in import model_or
     from mrv2.lab.workbench import Workbench
 
-__all__ = ["ABResult", "Load", "Session", "Workbench", "open_session"]
+__all__ = ["ABResult", "Load", "Session", "Workbench", "model_or", "open_session"]
 
 # imported when first asked for: the workbench brings torch
 _LAZY = {
@@ -18,6 +19,7 @@ _LAZY = {
     "Load": "mrv2.lab.load",
     "Session": "mrv2.lab.session",
     "Workbench": "mrv2.lab.workbench",
+    "model_or": "mrv2.lab.stand_in",
     "open_session": "mrv2.lab.session",
 }
 

@@ -26,7 +26,15 @@ from mrv2_models.causal_lm import CausalLM
 from mrv2_models.drafters.config import DraftMethod
 from mrv2_models.drafters.head import DraftHead
 from mrv2_models.drafters.loading import load_head, random_head, shipped_head_of, shipped_heads
-from mrv2_models.kv_cache import EmptyFn, KVCacheGroup, KVCacheSpec, LayerCache, allocate_kv_caches, group_specs
+from mrv2_models.kv_cache import (
+    EmptyFn,
+    KVCacheGroup,
+    KVCacheSpec,
+    LayerCache,
+    allocate_kv_caches,
+    group_specs,
+    kept_dtype,
+)
 from mrv2_models.registry import load_model, resolve_model
 
 log = logging.getLogger(__name__)
@@ -44,8 +52,8 @@ class LoadedDrafter(ABC):
     groups: list[KVCacheGroup]
     kv_caches: list[LayerCache]
 
-    def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
-        self.groups = group_specs(specs)
+    def __init__(self, specs: Sequence[KVCacheSpec], kept: torch.dtype | None) -> None:
+        self.groups = group_specs(specs, kept)
         self.kv_caches = []
         # None = no memory is kept for the probabilities of drafts
         self.distribution: DraftDistribution | None = None
@@ -98,8 +106,8 @@ class HeadDrafter(LoadedDrafter):
 
     extra: Literal[0, 1] = 0
 
-    def __init__(self, head: DraftHead, block_size: int) -> None:
-        super().__init__(head.kv_cache_specs(block_size))
+    def __init__(self, head: DraftHead, block_size: int, kept: torch.dtype | None = None) -> None:
+        super().__init__(head.kv_cache_specs(block_size), kept)
         self.head = head
         self.method = head.config.method
         self.draft_vocab_size = head.config.draft_vocab_size
@@ -133,8 +141,8 @@ class ModelDrafter(LoadedDrafter):
     extra: Literal[0, 1] = 1
     to_target = None
 
-    def __init__(self, model: CausalLM, block_size: int) -> None:
-        super().__init__(model.kv_cache_specs(block_size))
+    def __init__(self, model: CausalLM, block_size: int, kept: torch.dtype | None = None) -> None:
+        super().__init__(model.kv_cache_specs(block_size), kept)
         self.model = model
         self.draft_vocab_size = model.config.vocab_size
 
@@ -165,13 +173,14 @@ def load_drafters(config: EngineConfig, target: CausalLM, target_folder: Path | 
     Raises `ConfigError` or `ModelFileError` if something is missing or does not fit the target.
     """
     drafters: list[LoadedDrafter] = []
+    kept = kept_dtype(config.kv_cache_dtype, target.device)
     for method, model in parse_speculators(config.speculators).items():
         if method == "draft_model":
             assert model is not None, "parse_speculators asks for a model"
-            drafters.append(ModelDrafter(_load_draft_model(config, model, target), config.block_size))
+            drafters.append(ModelDrafter(_load_draft_model(config, model, target), config.block_size, kept))
         elif method != "suffix":
             head = _load_head(config, cast(DraftMethod, method), model, target, target_folder)
-            drafters.append(HeadDrafter(head, config.block_size))
+            drafters.append(HeadDrafter(head, config.block_size, kept))
             if head.config.aux_layer_ids:
                 target.aux_layer_ids = head.config.aux_layer_ids
     return drafters

@@ -1,11 +1,12 @@
 """Whole steps as one graph: staged writes, inputs, forward, logits, draws, commit and drafting in one replay.
 
-    host   | upload, replay, copy                | upload, replay, copy                |
-    main   | [upload n][step graph n] ...........| [upload n+1][step graph n+1] .......|
-    copy   |                          [output n] |                                     |
+    host   | post, replay, copy      | post, replay, copy      |
+    main   | [step graph n] .........| [step graph n+1] .......|
+    copy   |              [output n] |                         |
 
-A graph reads and writes fixed addresses, so what changes from step to step travels in the upload: how many
-requests there are, how many runs of staged writes, and which row of the device's output ring the tokens go to.
+A graph reads and writes fixed addresses, so what changes from step to step lies in pinned memory, which the graph
+reads first (`StepUpload.post`): how many requests there are, how many runs of staged writes, and which row of the
+device's output ring the tokens go to.
 That row is the step's pinned output slot too, and is given back only when the host has the tokens: no replay
 overwrites what a copy still reads.  Batches are padded to the bucket with rows that touch nothing.
 
@@ -82,6 +83,10 @@ class StepGraphs:
             forward=resources.forward,
             token_draw=sampler.token_draw,
             block_size=resources.block_size,
+            words=upload.words,
+            mailbox=upload.mailbox,
+            turn=upload.turn,
+            used_at=upload.used_at,
             num_reqs=upload.num_reqs,
             num_runs=upload.num_runs,
             output_slot=upload.output_slot,
@@ -136,11 +141,11 @@ class StepGraphs:
         return True
 
     def replay(self, scheduled: SchedulerOutput, rows: np.ndarray, main: Stream) -> ReplayedStep:
-        """Submit the upload and the graph that was found for the batch `rows` [B]."""
+        """Post the step and submit the graph that was found for the batch `rows` [B]."""
         key = self._key
         assert key is not None, "no graph was found for this step"
         slot = self.output_slots.take(scheduled.num_reqs, key.shape.query_len)
-        sent = self.upload.send(main, scheduled, rows, slot.index)
+        sent = self.upload.post(main, scheduled, rows, slot.index)
         if key.drafted is not None:
             self.before_drafting()
         main.run(stages.STEP_GRAPH, self.graphs[key].replay)
@@ -188,12 +193,14 @@ class StepGraphs:
         return wanted_keys(knobs, self.buckets, self.resources.max_num_spec_tokens)
 
     def capture(self, stream: Stream, knobs: Knobs) -> None:
-        """Capture what is missing under `knobs`; the upload must hold a step of no requests."""
+        """Capture what is missing under `knobs`; no step is in flight."""
         for key in self.missing(knobs):
             step = self._step(key, knobs)
             if self.device.type == "cuda":
                 # compiles what is not compiled yet
+                sent = self.upload.post_nothing()
                 stream.run(stages.STEP_GRAPH, step)
+                self.upload.release(sent, stream.record_event())
             self.graphs[key] = self.device.capture(step, stream)
 
     def _step(self, key: StepKey, knobs: Knobs) -> PlainStep | DraftedStep:

@@ -1,7 +1,7 @@
 """Device code of a whole step, as a graph holds it; reads and writes nothing but what it was handed.
 
-    plain     staged writes, inputs, forward, logits, draw, commit
-    drafted   staged writes, inputs, forward, logits, draws and verification, commit, drafts of the next step
+    plain     upload, staged writes, inputs, forward, logits, draw, commit
+    drafted   upload, staged writes, inputs, forward, logits, draws and verification, commit, drafts of the next step
 
 Legend: R = rows, W = 1 + most drafts of a request, S = output slots; B_pad requests of up to 1 + K tokens each.
 """
@@ -23,6 +23,7 @@ from mrv2_kernels.inputs.commit import commit_decode
 from mrv2_kernels.inputs.commit_verified import commit_verified
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.inputs.verification import prepare_verification_inputs
+from mrv2_kernels.state.mailbox import fetch_words
 from mrv2_kernels.state.staged_write import apply_packed_writes
 from mrv2_models.model_state import ForwardBatch
 
@@ -34,6 +35,12 @@ class StepTensors(NamedTuple):
     forward: ForwardPass
     token_draw: TokenDraw
     block_size: int
+    # of the upload: [words] int32, what a step is told; [S, W] int32 pinned, whence it comes; [1] int32, which slot is
+    # next; and the word of a slot that says how many there are
+    words: torch.Tensor
+    mailbox: torch.Tensor
+    turn: torch.Tensor
+    used_at: int
     # [1] int32 each: what the upload says of the step
     num_reqs: torch.Tensor
     num_runs: torch.Tensor
@@ -75,6 +82,8 @@ class PlainStep(NamedTuple):
         t, batch, arena = self.tensors, self.batch, self.tensors.state.arena
         model, model_state = t.forward.model, t.forward.model_state
         num_rows = batch.input_ids.shape[0]
+        with captured_stage(stages.UPLOAD):
+            fetch_words(t.words, t.mailbox, t.turn, used_at=t.used_at)
         with captured_stage(stages.STAGED_WRITES):
             apply_packed_writes(arena.words.view(-1), t.num_runs, t.runs)
         with captured_stage(stages.PREPARE_INPUTS):
@@ -130,6 +139,8 @@ class DraftedStep(NamedTuple):
         model, model_state = t.forward.model, t.forward.model_state
         num_tokens, num_reqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
         logit_slots, places = t.logit_slots[:num_tokens], t.local_positions[:num_tokens]
+        with captured_stage(stages.UPLOAD):
+            fetch_words(t.words, t.mailbox, t.turn, used_at=t.used_at)
         with captured_stage(stages.STAGED_WRITES):
             apply_packed_writes(arena.words.view(-1), t.num_runs, t.runs)
         with captured_stage(stages.PREPARE_INPUTS):

@@ -1,7 +1,7 @@
-"""Everything a step sends to the device, in one pinned slot and one copy.
+"""Everything a step sends to the device, in one pinned slot: copied, or read by the device itself.
 
     slot:   | query_start_loc [R+1] | idx_mapping [R] | num_sampled [R] | cu_num_logits [R+1] | counts | runs |
-    counts: | requests | runs n | output slot |
+    counts: | requests | runs n | output slot | words used |
     runs:   | starts [n] | cu_lens [n+1] | contents [m] |
 
 Batch rows past the last request map to row 0, so that whoever is not told the number of requests reads something legal.
@@ -9,6 +9,9 @@ Batch rows past the last request map to row 0, so that whoever is not told the n
 The device half is one persistent buffer (`ForwardBuffers.step_words`; its head is what graphs read as
 `query_start_loc`): the copy of step n+1 is ordered behind every reader of step n on the main stream.
 The pinned half is a ring, for the host runs ahead.
+
+A graph of a whole step begins by reading its slot (`mrv2_kernels.state.mailbox`): the slots it reads, the mailbox,
+stay where they are, and every run of such a graph, the first one before its capture too, takes the next of them.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.v2.arena import DeviceArena
 from mrv2.runner.v2.sampler import SAMPLING_SECTIONS
 
+# starts [n], cu_lens [n + 1], contents [m], longest run: see `DeviceArena.take_runs`
+TakenRuns = tuple[np.ndarray, np.ndarray, np.ndarray, int]
 # copies are cut to multiples of this many words, so that few views serve all of them
 _COPY_STEP = 512
 
@@ -56,13 +61,15 @@ class UploadedBatch:
 class SentStep(NamedTuple):
     """The pinned slot of a step's upload, and what lies in it."""
 
-    # [capacity] int32, and its ring, for the release
-    slot: torch.Tensor
+    # [capacity] int32, and its ring, for the release; None if the device reads the mailbox alone
+    slot: torch.Tensor | None
     ring: PinnedRing
     num_runs: int
     max_run: int
-    # words that were copied
+    # words that were copied; 0 if the device reads them itself
     used: int
+    # the slot of the mailbox, of a step that runs as a graph
+    mail: torch.Tensor | None = None
 
 
 def step_words_capacity(
@@ -78,7 +85,7 @@ def step_words_capacity(
     sampling_words += sum(3 + table.width for table in tables)
     runs_per_row = 16 + len(SAMPLING_SECTIONS) + 2 * num_groups
     words_per_row = max_model_len + num_groups * blocks_per_row + sampling_words + 3 * runs_per_row
-    return 4 * max_num_seqs + 6 + max_num_seqs * words_per_row
+    return 4 * max_num_seqs + 7 + max_num_seqs * words_per_row
 
 
 class StepUpload:
@@ -100,7 +107,8 @@ class StepUpload:
         self.words = step_words
         self.depth = depth
         self.counts = 4 * max_num_seqs + 2
-        self.header = self.counts + 3
+        self.used_at = self.counts + 3
+        self.header = self.counts + 4
         # [1] int32 each, device: what a graph reads of a step
         self.num_reqs, self.num_runs, self.output_slot = (step_words[self.counts + i :][:1] for i in range(3))
         # [R] int32, device: 1 if the request yields a token in this step, 0 past the batch
@@ -114,6 +122,17 @@ class StepUpload:
         self.zeros = device.zeros((step_words.shape[0] // 3,), torch.int32)
         # short prompts fit from the start; a rare larger step grows the ring
         self._make_ring(min(step_words.shape[0], self.header + 64 * max_num_seqs + (1 << 18)))
+
+        # a few runs a request: blocks, of a step of decodes
+        self.mail_words = min(step_words.shape[0], -(-(self.header + 16 * max_num_seqs) // _COPY_STEP) * _COPY_STEP)
+        # [depth, mail_words] int32, pinned
+        self.mailbox = device.pinned((depth, self.mail_words), torch.int32)
+        self.mail = PinnedRing(
+            device, depth, (self.mail_words,), torch.int32, name="step mailbox", slots=list(self.mailbox)
+        )
+        self._mail_np = {id(slot): slot.numpy() for slot in self.mail.slots}
+        # [1] int32, device: the slot that the next graph reads
+        self.turn = device.zeros((1,), torch.int32)
 
     def _make_ring(self, capacity: int) -> None:
         self.capacity = capacity
@@ -131,24 +150,73 @@ class StepUpload:
         output_slot: int = 0,
     ) -> SentStep:
         """Submit the copy of one step; what is returned must be released with an event at the end of the step."""
-        starts, cu_lens, contents, max_run = self.arena.take_runs()
-        num_runs = len(starts)
-        used = self.header + 2 * num_runs + 1 + len(contents)
+        return self._copy(stream, scheduled, rows, self.arena.take_runs(), output_slot)
+
+    def post(
+        self,
+        stream: Stream,
+        scheduled: SchedulerOutput,
+        # [B] int32
+        rows: np.ndarray,
+        output_slot: int,
+    ) -> SentStep:
+        """Put one step into the mailbox, for the graph that is submitted next; released as what `send` returns.
+
+        What does not fit is copied to where the graph would have put it.
+        """
+        runs = self.arena.take_runs()
+        used = self._words_of(runs)
+        mail = self.mail.acquire(scheduled.step)
+        host = self._mail_np[id(mail)]
+        if used > self.mail_words:
+            host[self.used_at] = 0
+            return self._copy(stream, scheduled, rows, runs, output_slot)._replace(mail=mail)
+        self._pack(host, scheduled, rows, runs, output_slot)
+        return SentStep(None, self.ring, len(runs[0]), runs[3], 0, mail)
+
+    def post_nothing(self) -> SentStep:
+        """Put a step of no requests into the mailbox."""
+        mail = self.mail.acquire(-1)
+        host = self._mail_np[id(mail)]
+        host[: self.header + 1] = 0
+        host[self.used_at] = self.header + 1
+        return SentStep(None, self.ring, 0, 0, 0, mail)
+
+    def _copy(
+        self, stream: Stream, scheduled: SchedulerOutput, rows: np.ndarray, runs: TakenRuns, output_slot: int
+    ) -> SentStep:
+        used = self._words_of(runs)
         if used > self.capacity:
             self._make_ring(min(self.words.shape[0], 1 << (used - 1).bit_length()))
         slot = self.ring.acquire(scheduled.step)
+        self._pack(self._slots_np[id(slot)], scheduled, rows, runs, output_slot)
+        stream.copy(stages.UPLOAD, *self._views_of(slot, used))
+        return SentStep(slot, self.ring, len(runs[0]), runs[3], used)
+
+    def _words_of(self, runs: TakenRuns) -> int:
+        return self.header + 2 * len(runs[0]) + 1 + len(runs[2])
+
+    def _pack(
+        self,
+        # [capacity] int32
+        host: np.ndarray,
+        scheduled: SchedulerOutput,
+        rows: np.ndarray,
+        runs: TakenRuns,
+        output_slot: int,
+    ) -> None:
+        """Write one step into a slot."""
         if rows is not self._rows:
             self._fill_header(scheduled, rows)
-        host = self._slots_np[id(slot)]
+        starts, cu_lens, contents, _ = runs
+        num_runs, used = len(starts), self._words_of(runs)
         host[: self.header] = self._header_np
-        host[self.counts + 1], host[self.counts + 2] = num_runs, output_slot
+        host[self.counts + 1], host[self.counts + 2], host[self.used_at] = num_runs, output_slot, used
         if num_runs:
             at = self.header
             host[at : at + num_runs] = starts
             host[at + num_runs : at + 2 * num_runs + 1] = cu_lens
             host[at + 2 * num_runs + 1 : used] = contents
-        stream.copy(stages.UPLOAD, *self._views_of(slot, used))
-        return SentStep(slot, self.ring, num_runs, max_run, used)
 
     def _fill_header(self, scheduled: SchedulerOutput, rows: np.ndarray) -> None:
         """Write what depends on the batch alone; the same array of rows is the same batch of decodes."""
@@ -198,7 +266,9 @@ class StepUpload:
             sent=sent,
         )
 
-    @staticmethod
-    def release(sent: SentStep, end_of_step: Event) -> None:
-        """Give the pinned slot back to its ring once `end_of_step` has passed."""
-        sent.ring.release(sent.slot, end_of_step)
+    def release(self, sent: SentStep, end_of_step: Event) -> None:
+        """Give the pinned slots back to their rings once `end_of_step` has passed."""
+        if sent.slot is not None:
+            sent.ring.release(sent.slot, end_of_step)
+        if sent.mail is not None:
+            self.mail.release(sent.mail, end_of_step)
