@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mrv2.engine import decode_batch
+from mrv2.engine.decode_batch import DecodeBatch, ScheduledEntry, who_may_join
 from mrv2.engine.grammar.backend import GrammarMatcher
 from mrv2.engine.kv_cache_manager import KVCacheManager
 from mrv2.engine.messages import EngineOutput, EngineRequest
@@ -112,8 +114,12 @@ def same_fields(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_both_ways_schedule_and_settle_the_same(seed: int) -> None:
+def test_both_ways_schedule_and_settle_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random arrivals, aborts, stops, errors and depths; a pool so small that some preempt."""
+    if seed % 2:
+        # tokens go to the requests every few steps, as in batches that live long
+        monkeypatch.setattr(decode_batch, "_FIRST_KEPT", 3)
+        monkeypatch.setattr(decode_batch, "_MAX_KEPT", 0)
     rng = np.random.default_rng(seed)
     depth, pace = int(rng.integers(1, 5)), float(rng.choice([0.02, 0.1, 0.4]))
     twins = Twin(seed, slow=False), Twin(seed, slow=True)
@@ -217,6 +223,28 @@ def test_a_repeated_step_visits_no_request() -> None:
     after = [(r.num_computed, r.num_known, len(r.token_ids)) for r in scheduler.running]
     assert after == [tuple(n + 5 for n in each) for each in before]
     assert [r.token_ids[-5:] for r in scheduler.running] == [[9 + i] * 5 for i in range(8)]
+
+
+def decoding_entry(arrival: int, **fields: Any) -> ScheduledEntry:
+    request = make_request(f"r{arrival}", arrival, {"prompt": [1] * 4, "max_tokens": 9, "stops": [], "priority": 0})
+    request.num_known, request.num_in_flight, request.num_computed = 6, 1, 6
+    return ScheduledEntry(**({"request": request, "epoch": 0, "num_tokens": 1, "yields_token": True} | fields))
+
+
+def test_who_joins_is_behind_the_members_and_computes_one_token() -> None:
+    batch = DecodeBatch(8, BLOCK_SIZE)
+    batch.join([decoding_entry(3)])
+    entries = [decoding_entry(arrival) for arrival in (4, 6, 5, 7)]
+    assert who_may_join(batch, entries, may_be_drafted=False) == entries[:2], "5 is served before 6"
+    assert who_may_join(None, [decoding_entry(2), *entries], may_be_drafted=False)[1:] == entries[:2]
+    assert who_may_join(batch, [decoding_entry(2)], may_be_drafted=False) == []
+    for odd in ({"num_tokens": 2}, {"yields_token": False}, {"num_tokens": 2, "num_drafts": 1}):
+        entries = [decoding_entry(4), decoding_entry(5, **odd), decoding_entry(6)]
+        assert who_may_join(batch, entries, may_be_drafted=False) == entries[:1]
+    ruled = decoding_entry(4)
+    ruled.request.grammar = Counting(100, 11)
+    assert who_may_join(batch, [ruled], may_be_drafted=True) == []
+    assert who_may_join(batch, [ruled], may_be_drafted=False) == [ruled]
 
 
 def test_an_output_of_a_column_is_as_the_constructor_makes_it() -> None:
