@@ -29,6 +29,10 @@ _VARIABLE = re.compile(
 )
 _FILE_URL = re.compile(r"file://\S*")
 _PATTERNS = (_VARIABLE, _FILE_URL, _PATH, _WINDOWS_PATH, _HOME, _ROOT)
+# in the bytes of numbers, which now and then look like "/aA@/" or "~/": a path of words
+_PATH_OF_WORDS = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?(?:[/\\][A-Za-z][\w.+-]{2,}){2,}")
+_SHORTEST_NAME_IN_BYTES = 5
+_PATTERNS_IN_BYTES = (_VARIABLE, _FILE_URL, _PATH_OF_WORDS, _ROOT)
 # host names that say nothing
 _GENERIC = frozenset({"", "localhost", "vm", "host", "root", "user", "unknown", "none"})
 
@@ -58,9 +62,16 @@ def own_names() -> list[str]:
     return telling([socket.gethostname(), os.environ.get("USER"), os.environ.get("LOGNAME")])
 
 
-def leaks(text: str, names: Iterable[str] = ()) -> list[str]:
-    """Return the pieces of `text` that tell of a path, a variable, or one of `names`; each once."""
-    found = [match[0] for pattern in _PATTERNS for match in pattern.finditer(text)]
+def leaks(text: str, names: Iterable[str] = (), *, in_bytes: bool = False) -> list[str]:
+    """Return the pieces of `text` that tell of a path, a variable, or one of `names`; each once.
+
+    With `in_bytes`, of something that need not be text at all: a path is what consists of words then, and names of
+    fewer than five letters are not looked for.
+    """
+    patterns = _PATTERNS_IN_BYTES if in_bytes else _PATTERNS
+    # three letters stand in any megabyte of numbers
+    names = [name for name in names if len(name) >= _SHORTEST_NAME_IN_BYTES] if in_bytes else names
+    found = [match[0] for pattern in patterns for match in pattern.finditer(text)]
     found += [name for name in names if _word(name).search(text)]
     return list(dict.fromkeys(found))
 
@@ -75,22 +86,22 @@ def find_leaks(path: str | Path, names: Iterable[str] = ()) -> list[str]:
         Findings, at most 50, empty when clean.
     """
     names, found = list(names), dict[str, None]()
-    for text in _texts(Path(path)):
-        found |= dict.fromkeys(leaks(text, names))
+    for text, in_bytes in _texts(Path(path)):
+        found |= dict.fromkeys(leaks(text, names, in_bytes=in_bytes))
         if len(found) >= 50:
             break
     return list(found)[:50]
 
 
-def _texts(path: Path) -> Iterator[str]:
-    """Yield every text of a file."""
+def _texts(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield every text of a file, and whether it comes from bytes that may be numbers."""
     with plain_file(path) as plain:
         with plain.open("rb") as file:
             is_sqlite = file.read(16) == b"SQLite format 3\0"
         if is_sqlite:
-            yield from _sqlite_texts(plain)
+            yield from ((text, False) for text in _sqlite_texts(plain))
         # what the tables no longer show may still lie in free pages
-        yield from _printable(plain)
+        yield from ((text, is_sqlite) for text in _printable(plain))
 
 
 def _sqlite_texts(path: Path) -> Iterator[str]:
