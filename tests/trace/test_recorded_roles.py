@@ -46,14 +46,12 @@ def settled(trace: Trace) -> Analysis:
     return Analysis(trace, window=(int(begins[_FILLING]), whole.window[1]), warmup=0)
 
 
-def check_v2_speculation(trace: Trace, *, whole_step: bool) -> None:
+def check_v2_speculation(trace: Trace) -> None:
     analysis = settled(trace)
     gaps = analysis.stage_gaps(stages.VERIFY, stages.DRAFT)
     assert gaps is not None and len(gaps) >= len(analysis.windows) - 1, "a step without verification or drafts"
     assert_no_sync(analysis, allow=["output"])
-    if whole_step:
-        # one by one, launches under a tool that traces every node of a graph are slower than a small model
-        assert_stage_gap(analysis, stages.VERIFY, stages.DRAFT, p95_ns=MAX_GAP_NS)
+    assert_stage_gap(analysis, stages.VERIFY, stages.DRAFT, p95_ns=MAX_GAP_NS)
 
 
 def check_v1_speculation(trace: Trace) -> None:
@@ -72,7 +70,7 @@ def test_every_recording_is_listed_once_and_every_role_is_known() -> None:
 
 @of_role("speculation", runner="v2")
 def test_v2_speculates_without_a_wait_and_drafts_at_once(entry: dict[str, Any]) -> None:
-    check_v2_speculation(recording(entry), whole_step=entry["cuda_graphs"] == "step")
+    check_v2_speculation(recording(entry))
 
 
 @of_role("speculation", runner="v1")
@@ -93,15 +91,14 @@ def test_the_statements_about_speculation_can_fail(tmp_path: Path, schema: str, 
     def made(**how: Any) -> Trace:
         return load(speculating_steps(schema, whole_step=whole_step, **how).write(tmp_path / "t.sqlite"), cache=False)
 
-    check_v2_speculation(made(), whole_step=True)
-    check_v2_speculation(made(idle_us=9), whole_step=False)
+    check_v2_speculation(made())
     check_v1_speculation(made(count_wait=True))
     with pytest.raises(TraceAssertionError, match="accepted tokens"):
-        check_v2_speculation(made(count_wait=True), whole_step=True)
+        check_v2_speculation(made(count_wait=True))
     with pytest.raises(TraceAssertionError, match="idle time between 'verify' and 'draft'"):
-        check_v2_speculation(made(idle_us=9), whole_step=True)
+        check_v2_speculation(made(idle_us=9))
     with pytest.raises(AssertionError, match="a step without verification or drafts"):
-        check_v2_speculation(load(engine_without_drafts(schema, tmp_path)), whole_step=True)
+        check_v2_speculation(load(engine_without_drafts(schema, tmp_path)))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check_v1_speculation(made())
 
