@@ -11,8 +11,11 @@ from models.hf_folders import write_folder
 from models.paged_harness import PagedHarness
 from mrv2.bench.roofline import ModelCost
 from mrv2.config import Knobs
+from mrv2.device import Device, make_device
 from mrv2.engine.core import EngineCore
+from mrv2.engine.executor import NAN_BYTE
 from mrv2.sampling_params import SamplingParams
+from mrv2_kernels._numerics import bytes_of
 from mrv2_kernels.gemm import FP8, quantise_rows
 from mrv2_models.causal_lm import CausalLM
 from mrv2_models.config import ModelConfig
@@ -80,8 +83,8 @@ def test_all_runners_and_modes_say_the_same(option: dict) -> None:
     assert all(each == said[0] for each in said)
 
 
-def served(**options: object) -> tuple[dict[str, list[int]], EngineCore]:
-    core = make_core(**options)
+def served(ready: Device | None = None, **options: object) -> tuple[dict[str, list[int]], EngineCore]:
+    core = make_core(ready, **options)
     collector = Collector(core)
     for i in range(3):
         collector.submit(f"r{i}", random_prompt(i, 20 + 30 * i), SamplingParams(temperature=0.0, max_tokens=16))
@@ -127,6 +130,16 @@ def test_drafters_keep_theirs_alike_and_drafts_change_no_token() -> None:
         assert drafter.bytes_per_block == drafter.groups[0].spec.bytes_per_block
         assert drafted == plain, method
         core.shutdown()
+
+
+def test_what_nobody_wrote_is_not_read() -> None:
+    """Blocks hold NaN, which 8-bit floats have too, until their tokens are computed."""
+    plain, core = served(kv_cache_dtype="fp8")
+    core.shutdown()
+    poisoned, core = served(make_device("host", poison=True), kv_cache_dtype="fp8")
+    unread = bytes_of(core.executor.kv_caches[0][0])
+    assert poisoned == plain and (unread == NAN_BYTE).any()
+    core.shutdown()
 
 
 def test_gathered_attention_reads_the_same_cache() -> None:
