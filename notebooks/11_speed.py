@@ -40,7 +40,8 @@ def speeds(name: str, label: str) -> dict[str, float]:
     for workload in record(name)["workloads"]:
         for variant in workload["variants"]:
             if variant["label"].startswith(label):
-                found[workload["name"]] = variant["tok_s_best"]
+                # a workload of which an eighth was served is "a/8"
+                found[workload["name"].split("/")[0]] = variant["tok_s_best"]
     return found
 
 
@@ -60,7 +61,7 @@ def table(columns: dict[str, dict], fmt: str = "{:>10,.0f}") -> None:
 # faster than that at the bandwidth that the device reaches. So each workload has a floor for its time, hence a ceiling for its rate:
 
 # %%
-step = record("graphs-step-v2")
+step = record("graphs-step")
 print(
     f"weights {step['workloads'][0]['roofline']['weight_bytes_per_step'] / 1e9:.2f} GB a step, "
     f"read at {step['limits']['read_bytes_per_s'] / 1e12:.2f} TB/s ({step['limits']['read_method']})"
@@ -68,7 +69,7 @@ print(
 for workload in step["workloads"]:
     print(f"{workload['name']}: {workload['description']}")
 ceiling = {w["name"]: w["roofline"]["memory_tok_s"] for w in step["workloads"]}
-ours = speeds("graphs-step-v2", "v2 async")
+ours = speeds("graphs-step", "v2 async")
 table({"ceiling": ceiling, "V2 async": ours})
 table({"share of the ceiling": {name: ours[name] / ceiling[name] for name in ours}}, "{:>9.0%}")
 
@@ -110,21 +111,21 @@ print(f"kernels below 4 us: {sum(int(kernels.count[row]) for row in short):,} of
 # ## Job 1: the host out of the way
 #
 # [Graphs](../docs/glossary.md#cuda-graph) on three levels: `off` launches every kernel from Python, `model` replays the forward, `step` replays everything
-# of a decode step. With [async scheduling](../docs/glossary.md#async-scheduling) the host works while the device does. A step at `off` is some 10 to 20 ms of
-# launches from Python, the same for every batch: what differs there between two columns is the host's mood; between `model` and `step` the kernels below have changed as well, and in the last column products
-# take in what surrounds them. Each record is one run: a few percent between two columns may be noise.
+# of a decode step. With [async scheduling](../docs/glossary.md#async-scheduling) the host works while the device does. A step at `off` is some 9 to 11 ms of
+# launches from Python, the same for every batch (its record has counts and lengths divided by 8). Between `model` and `step` the kernels below have changed as well:
+# products take in what surrounds them, attention fetches ahead, and steps of prompts replay graphs too. A few percent between two columns may be noise.
 
 # %%
 levels = {
     "off": speeds("graphs-off", "v2 async"),
     "model": speeds("graphs-model", "v2 async"),
     "step": ours,
-    "step, fused": speeds("graphs-step-fused", "v2 async"),
 }
+both = record("graphs-step-both")
 table({"V1 async, model": speeds("graphs-model", "v1 async"), **{f"V2, {k}": v for k, v in levels.items()}})
 for mode in ("sync", "async"):
     profile = {
-        w["name"]: v["profile"] for w in step["workloads"] for v in w["variants"] if v["label"].startswith(f"v2 {mode}")
+        w["name"]: v["profile"] for w in both["workloads"] for v in w["variants"] if v["label"].startswith(f"v2 {mode}")
     }
     print(f"\nV2 {mode}, milliseconds a step:")
     table(
@@ -230,8 +231,7 @@ for rows, place in ((1, "1 x 128"), (32, "32 x 128")):
 # %% [markdown]
 # ## Drawing the token
 #
-# One pass over 151,936 logits, against two passes and against the softmax that most samplers begin with (microseconds, plain temperature sampling; `gumbel_fused` has
-# been tuned since, see `h200-sampler-tuning.json`):
+# One pass over 151,936 logits, against two passes and against the softmax that most samplers begin with (microseconds, plain temperature sampling):
 
 # %%
 draws: dict[str, dict[int, float]] = {}

@@ -23,9 +23,11 @@ batches (a second launch draws) and take two warps for 4,096 tokens:
     top-k/p
     fused, blocked     18     20      40   2.5 instructions an element and 26 us; then three launches' chain
 
-Measured then (traces/bench/h200-sampler-tuning.json): gumbel_blocked 5.4, 10.1 and 30.5, which is 58 % of the read
-bandwidth at 256; gumbel_fused 4.7, 11.9 and 62; top-k/p 19.6, 26.2 and 54.  Other sizes of a program, warps and
-blocks a program gained less than 4 %; one launch instead of two costs 26 us at 256.
+Measured then: gumbel_blocked 5.4, 10.1 and 30.5, which is 58 % of the read bandwidth at 256; gumbel_fused 4.7, 11.9 and
+62; top-k/p 19.6, 26.2 and 54.  One launch instead of two costs 26 us at 256.  With blocks of 1,024 tokens in one warp,
+ten of them a program at 256 rows, sums without a maximum, and top-k/p that looks at span maxima before it bisects
+(traces/bench/h200-samplers.json, h200-sampler-tuning.json): gumbel_blocked 4.0, 9.8 and 25.2 us, 69 % of the read
+bandwidth at 256; top-k/p 9.8, 13.9 and 37.7.
 
 A bound takes the place of both logarithms of `gumbel_two_pass` in `gumbel_fused`; the hash is what remains, so it
 cannot come near memory without other noise.
