@@ -273,7 +273,12 @@ def test_a_session_opens_without_an_engine_and_says_the_same(bench: Workbench, t
     bench.wait(requests=3)
     until(lambda: bench.trace)
     bench.stop()
-    saved = open_session(bench.save(tmp_path / "one"))
+    for _ in range(20):
+        trace = bench.trace
+        saved = open_session(bench.save(tmp_path / "one"))
+        # a window that was being recorded may arrive meanwhile
+        if bench.trace is trace:
+            break
     assert saved.knobs == bench.knobs and saved.load == bench.load
     assert [r["token_ids"] for r in saved.requests] == [r.token_ids for r in bench.requests]
     assert saved.trace is not None and bench.trace is not None
