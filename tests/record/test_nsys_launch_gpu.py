@@ -99,7 +99,7 @@ def test_two_recordings_of_one_process(tmp_path: Path) -> None:
     assert set(first["syncs"]) <= {"output"} and set(second["syncs"]) <= {"output"}
 
 
-@pytest.mark.xfail(reason="Nsight Systems 2025.3.1 delivers no creation of graph nodes in a session that was started")
+@pytest.mark.xfail(reason="Nsight Systems 2025.3.1 brought back no creation of graph nodes from a started session")
 def test_a_capture_inside_the_recording_names_the_parts_of_a_step(tmp_path: Path) -> None:
     found = json.loads(run_launched(CAPTURING, tmp_path)[0])
     stages = {name for path in found["paths"] for name in path.split(" > ")}
