@@ -43,34 +43,6 @@ def test_arrivals_prefill_between_decodes(tmp_path: Path) -> None:
     assert (mixed.ops.name == mixed.string_id(new_rows)).sum() >= 2 > load(plain).strings.count(new_rows)
 
 
-def test_graphs_can_be_captured_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is captured before the recording; then every size that the steps meet is, and replayed."""
-    from mrv2.device.host import HostDevice
-    from mrv2.instrument import context
-
-    captures: list[bool] = []
-    capture = HostDevice.capture
-    monkeypatch.setattr(
-        HostDevice, "capture", lambda *args: (captures.append(context.recorder is not None), capture(*args))[1]
-    )
-    out = tmp_path / "a.npz"
-    argv = [*WORKLOAD, "--max-num-seqs", "16", "--cuda-graphs", "step", "-o", str(out)]
-    assert main([*argv, "--capture-inside"]) == 0
-    assert captures and all(captures)
-    trace = load(out)
-    assert trace.meta["knobs"]["cuda_graphs"] == "step"
-    # the first turn asks for the graph of its size, the second finds it
-    assert (trace.ops.name == trace.string_id(stages.STEP_GRAPH)).sum() == 5
-    captures.clear()
-    assert main(argv) == 0
-    assert captures and not any(captures)
-    capsys.readouterr()
-    assert main([*WORKLOAD, "--cuda-graphs", "off", "--capture-inside", "-o", str(out)]) == 2
-    assert "--capture-inside needs graphs" in capsys.readouterr().err
-
-
 def test_drafts_are_recorded_with_the_workload(tmp_path: Path) -> None:
     out = tmp_path / "a.npz"
     drafting = ["--speculators", "eagle3", "--spec-method", "eagle3", "--num-spec-tokens", "3"]
@@ -101,7 +73,6 @@ def test_a_workload_that_ends_early(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--workload", "c", "--nsys", "--level", "stages", "-o", "x.npz"], "exclude each other"),
         (["--workload", "c", "--steps", "0", "-o", "x.npz", "--device", "host"], "steps=0"),
         (["--level", "stages", "-o", "x.npz", "--", "python"], "a command is recorded with --nsys"),
-        (["--capture-inside", "-o", "x.npz", "--", "python"], "--capture-inside: of no effect"),
         (["--steps", "3", "--runner", "v1", "-o", "x.npz", "--", "python"], "--steps, --runner: of no effect"),
     ],
 )

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mrv2.instrument import stages
@@ -17,9 +16,9 @@ from nsight_files import NEW, OLD, speculating_steps
 
 ROOT = Path(__file__).parents[2] / "traces"
 ENTRIES: list[dict[str, Any]] = json.loads((ROOT / "index.json").read_text(encoding="utf-8"))["recordings"]
-# speculation: drafts are verified and made; captured-graph: whole steps, whose capture is in the file; steady: decode
-# in whole-step graphs, each recorded as one operation (or node by node, to see inside)
-ROLES = ("speculation", "captured-graph", "steady")
+# speculation: drafts are verified and made; steady: decode in whole-step graphs, each recorded as one operation (or
+# node by node, to see inside)
+ROLES = ("speculation", "steady")
 # of the draft stage behind the verification, on the GPU
 MAX_GAP_NS = 10_000
 MAX_IDLE_BETWEEN_GRAPHS = 0.02
@@ -101,23 +100,6 @@ def test_the_statements_about_speculation_can_fail(tmp_path: Path, schema: str, 
         check_v2_speculation(load(engine_without_drafts(schema, tmp_path)))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check_v1_speculation(made())
-
-
-@of_role("captured-graph")
-def test_the_parts_of_a_captured_step_are_told_apart(entry: dict[str, Any]) -> None:
-    analysis = settled(recording(entry))
-    table = analysis.captures()
-    assert table is not None, analysis.trace.coverage["ops.captured"]
-    share = {
-        name: sum(s for path, s in zip(table.captured_under, table.share.tolist()) if name in path.split(" > "))
-        for name in (stages.STAGED_WRITES, stages.PREPARE_INPUTS, stages.FORWARD, stages.LOGITS, stages.SAMPLE)
-    }
-    assert all(share.values()), share
-    assert share[stages.FORWARD] == max(share.values())
-    # what ran in the graphs is known by name, but for what no stage holds
-    assert sum(share.values()) > 0.95
-    # each step is one graph
-    assert len(np.unique(analysis.trace.ops.corr[analysis.trace.ops.captured >= 0])) >= len(analysis.windows)
 
 
 @of_role("steady", granularity="graph")

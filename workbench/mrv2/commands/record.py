@@ -14,7 +14,6 @@ from mrv2.commands.printing import note, text_table
 from mrv2.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mrv2.config import EngineConfig
     from mrv2.record import Level
     from mrv2.trace import Trace
 
@@ -84,14 +83,6 @@ def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scale", type=int, metavar="N", help="divide counts and lengths by N (default: 1 on CUDA, 8 on the host)"
     )
-    group.add_argument(
-        "--capture-inside",
-        action="store_true",
-        default=None,
-        help="load without CUDA graphs and let those that the steps need be captured inside the recording, which "
-        "then knows under which range each node was captured (not seen with Nsight Systems 2025.3.1, which left "
-        "the creation of nodes out)",
-    )
     add_model_flag(parser, None, "default: qwen3-0.6b with random weights on CUDA, tiny-qwen3 on the host")
 
 
@@ -110,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_command(args: argparse.Namespace, level: str | None) -> int:
     if level not in (None, "nsight"):
         raise ConfigError(f"--level {level} records an engine of this program; a command is recorded with --nsys")
-    names = ("steps", "skip", "arrive_every", "arrival_len", "scale", "capture_inside", "model")
+    names = ("steps", "skip", "arrive_every", "arrival_len", "scale", "model")
     unused = [name for name in names if getattr(args, name) is not None] + [*given_options(args)]
     if unused or args.with_stack:
         listed = ", ".join("--" + name.replace("_", "-") for name in [*unused, *["with_stack"] * args.with_stack])
@@ -206,18 +197,11 @@ def _record(args: argparse.Namespace, level: Level, out: Path) -> int:
             found.config.max_model_len,
             device.type,
         )
-        graphs_inside = None
-        if args.capture_inside:
-            options = {"warm_up": "first_use", **options}
-            graphs_inside = _graphs_to_capture(build_config(model, device=device.type, **{**sizes, **options}))
-            options["cuda_graphs"] = "off"
         config = build_config(model, device=device.type, **{**sizes, **options})
         note_loading(model)
         core = EngineCore(config, device)
         note(f"recording {window.steps} steps of {workload.name}: {workload.description}")
-        recording, num_steps = record_workload(
-            core, workload, window, level=level, with_stack=args.with_stack, graphs_inside=graphs_inside
-        )
+        recording, num_steps = record_workload(core, workload, window, level=level, with_stack=args.with_stack)
         recording.save(out)
         trace = recording.trace()
     finally:
@@ -228,13 +212,6 @@ def _record(args: argparse.Namespace, level: Level, out: Path) -> int:
             f"the workload ended after {num_steps} of {window.steps} steps; a smaller --scale or --skip makes it longer"
         )
     return 0
-
-
-def _graphs_to_capture(config: EngineConfig) -> str:
-    """Return the kind of graphs that steps under `config` replay; raises `ConfigError` if they replay none."""
-    if config.knobs.cuda_graphs == "off":
-        raise ConfigError("--capture-inside needs graphs to capture: give --cuda-graphs model or step")
-    return config.knobs.cuda_graphs
 
 
 def _or(given: int | None, default: int) -> int:

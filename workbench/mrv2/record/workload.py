@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mrv2.bench.workloads import Workload
 from mrv2.engine.core import EngineCore
@@ -44,39 +43,22 @@ class Window:
 
 
 def record_workload(
-    core: EngineCore,
-    workload: Workload,
-    window: Window,
-    *,
-    level: Level = "stages",
-    with_stack: bool = False,
-    graphs_inside: str | None = None,
+    core: EngineCore, workload: Workload, window: Window, *, level: Level = "stages", with_stack: bool = False
 ) -> tuple[Recording, int]:
     """Run the window once to warm up and once under a recorder; return the recording and its number of turns.
 
     The number is below ``window.steps`` if the workload ends before; then make it longer or skip less.
-
-    Args:
-        graphs_inside: a value of the knob `cuda_graphs` that is set when the recording has begun.  An engine that ran
-            without graphs so far then captures inside it what the steps need, so that a recording of graph nodes
-            knows under which ranges each was captured.
-
     Raises `RecordError` if the capture fails, `ConfigError` if the workload ends before the window begins.
     """
     recording = record(level=level, core=core, with_stack=with_stack)
-    _run(core, workload, window, None, {})
-    num_steps = _run(core, workload, window, recording, {"cuda_graphs": graphs_inside} if graphs_inside else {})
-    recording.annotate(workload=workload.name, num_steps=num_steps, knobs=core.knobs.as_dict())
+    _run(core, workload, window, None)
+    num_steps = _run(core, workload, window, recording)
+    recording.annotate(workload=workload.name, num_steps=num_steps)
     return recording, num_steps
 
 
-def _run(
-    core: EngineCore, workload: Workload, window: Window, recording: Recording | None, changes: dict[str, Any]
-) -> int:
-    """Serve `workload` up to the end of the window, then drop it; return the turns inside the window.
-
-    `changes` of knobs are made when the recording has begun.
-    """
+def _run(core: EngineCore, workload: Workload, window: Window, recording: Recording | None) -> int:
+    """Serve `workload` up to the end of the window, then drop it; return the turns inside the window."""
     core.kv.pool.forget_all()
     for message in workload.engine_requests():
         core.add_request(message)
@@ -91,8 +73,6 @@ def _run(
     num_steps = 0
     if recording is not None:
         recording.start()
-    if changes:
-        core.set_knobs(**changes)
     while num_steps < window.steps and core.has_unfinished:
         if window.arrive_every and num_steps % window.arrive_every == window.arrive_every // 2:
             core.add_request(next(arrivals))
