@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from mrv2.bench.environment import environment
+from mrv2.bench.failures import reason_of
 from mrv2.bench.layer_problems import BLOCK_SIZE, QWEN3, check_decode
 from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
@@ -212,6 +213,7 @@ def tune_forward(
     most = max(batch * max(BUCKETS[batch]) for batch in buckets)
     times: list[ForwardTime] = []
     holder: list[_Forward] = []
+    left_out: list[str] = []
 
     def load() -> None:
         model = load_model(
@@ -224,14 +226,17 @@ def tune_forward(
     for batch in buckets:
         progress(f"forward: {batch} requests")
         for choice in candidates(batch, kept):
-            if choice.plan in failures or time.monotonic() > deadline:
+            if choice.plan in failures:
+                continue
+            if time.monotonic() > deadline:
+                left_out.append(f"{batch} requests: {_label(asdict(choice))}")
                 continue
             for context in BUCKETS[batch]:
                 try:
                     with in_force(batch, choice, kept):
                         found = _seconds(device, holder[0], batch, context)
                 except Exception as error:  # any failure of a candidate is a finding
-                    failures[choice.plan] = f"{batch} x {context}: {_reason(error)}"
+                    failures[choice.plan] = f"{batch} x {context}: {reason_of(error)}"
                     break
                 times.append(ForwardTime(batch, context, choice, 1e6 * found))
     holder.clear()
@@ -242,7 +247,7 @@ def tune_forward(
         "kv_cache_dtype": kv_cache_dtype,
         "times": [asdict(each) for each in times],
         "best": {str(batch): asdict(best) for batch in buckets if (best := best_choice(times, batch))},
-        "failures": {str(plan): why for plan, why in failures.items()},
+        "failures": {str(plan): why for plan, why in failures.items()} | dict.fromkeys(left_out, "left out: no time"),
     }
 
 
@@ -269,7 +274,7 @@ def _check_plan(plan: DecodePlan, kv_cache_dtype: str) -> str | None:
             check_decode(QWEN3, plan, pdl, device.torch_device, kept)
         device.synchronize("forward: check")
     except Exception as error:  # any failure of a candidate is a finding
-        return _reason(error)
+        return reason_of(error)
     return None
 
 
@@ -286,14 +291,10 @@ def _check(
             try:
                 reason = job.result()
             except Exception as error:  # the process died
-                reason = _reason(error)
+                reason = reason_of(error)
             if reason is not None:
                 failures[jobs[job]] = reason
     return failures
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _seconds(device: Device, forward: _Forward, num_requests: int, context: int) -> float:

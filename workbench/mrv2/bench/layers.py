@@ -47,6 +47,7 @@ import torch
 
 from mrv2.bench.bandwidth import Limit, measure_read_bandwidth
 from mrv2.bench.environment import environment
+from mrv2.bench.failures import reason_of
 from mrv2.bench.layer_problems import (
     BLOCK_SIZE,
     QWEN3,
@@ -271,12 +272,8 @@ def _failures(device: Device, name: str, work: Callable[[], None]) -> dict[str, 
         work()
         device.synchronize("layers: check")
     except Exception as error:  # any failure of a candidate is a finding
-        return {name: _reason(error)}
+        return {name: reason_of(error)}
     return {}
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _alone(fn: Callable[..., dict[str, str]], args: tuple[Any, ...]) -> dict[str, str]:
@@ -285,7 +282,7 @@ def _alone(fn: Callable[..., dict[str, str]], args: tuple[Any, ...]) -> dict[str
         try:
             return process.submit(fn, *args).result()
         except Exception as error:  # the process died, or could not start
-            return {f"{fn.__name__}{args}": _reason(error)}
+            return {f"{fn.__name__}{args}": reason_of(error)}
 
 
 def _check_all(device: Device, progress: Callable[[str], object]) -> dict[str, str]:
@@ -452,7 +449,7 @@ class _Bench:
         try:
             return self._seconds(work)
         except Exception as error:  # any failure of a candidate is a finding
-            self.failures[name] = _reason(error)
+            self.failures[name] = reason_of(error)
             return None
 
     def _seconds(self, work: Sequence[Callable[[], None]]) -> float:

@@ -20,6 +20,7 @@ import torch
 
 from mrv2.bench.bandwidth import measure_read_bandwidth
 from mrv2.bench.environment import environment
+from mrv2.bench.failures import reason_of
 from mrv2.bench.samplers import ROWS, VOCAB, SamplerBatch
 from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
@@ -146,12 +147,8 @@ def check(candidate: Candidate) -> str:
             device.main.run("measure", draw_both)
         device.close()
     except Exception as error:  # whatever a compiler raises is a finding
-        return _reason(error)
+        return reason_of(error)
     return "" if tokens[0] == tokens[1] else f"draws {tokens[0]}, the reference {tokens[1]}"
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _check_in_turn(turn: Sequence[Candidate], until: float) -> list[str]:
@@ -168,7 +165,7 @@ def _check_in_turn(turn: Sequence[Candidate], until: float) -> list[str]:
             try:
                 reason = process.submit(check, each).result()
             except Exception as error:  # the process died, or could not start
-                reason = _reason(error)
+                reason = reason_of(error)
             reasons.append(reason)
             if reason:
                 process = None
@@ -211,7 +208,7 @@ def tune_samplers(
                 with each.used():
                     duration, _ = batch.seconds(each.variant, each.case)
             except Exception as error:  # one candidate must not cost the others
-                failures[each.key] = _reason(error)
+                failures[each.key] = reason_of(error)
                 continue
             times.append({"group": each.group, "name": each.name, "num_rows": num_rows, "us": 1e6 * duration})
         del batch
