@@ -12,7 +12,7 @@ from mrv2_kernels._triton import triton
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import ampere
+    from triton.experimental.gluon.language.nvidia import ampere, blackwell, hopper
 
     HAS_GLUON = True
     # the barrier of a program's threads has had two names
@@ -21,7 +21,7 @@ except ImportError:
     HAS_GLUON = False
     if not TYPE_CHECKING:
         # refuses a launch in the words of the stand-in for Triton
-        gluon = gl = ampere = triton
+        gluon = gl = ampere = hopper = blackwell = triton
     block_barrier = None
 
 
@@ -30,4 +30,4 @@ def is_gluon(kernel: Any) -> bool:
     return bool(getattr(kernel, "is_gluon", lambda: False)())
 
 
-__all__ = ["HAS_GLUON", "ampere", "block_barrier", "gl", "gluon", "is_gluon"]
+__all__ = ["HAS_GLUON", "ampere", "blackwell", "block_barrier", "gl", "gluon", "hopper", "is_gluon"]

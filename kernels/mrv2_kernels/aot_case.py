@@ -14,6 +14,7 @@ class AotCase:
     `constexprs` maps each ``tl.constexpr`` parameter to its value.  Together they name every parameter.
     `aligned` names run-time parameters that are multiples of 16, as a launch would find out by itself;
     asynchronous copies of 16 bytes need to know.
+    `archs` names the compute capabilities that it is for, 90 = sm_90; None = all.
     """
 
     kernel: Any
@@ -21,3 +22,4 @@ class AotCase:
     constexprs: dict[str, object]
     num_warps: int = 4
     aligned: frozenset[str] = frozenset()
+    archs: tuple[int, ...] | None = None

@@ -24,6 +24,7 @@ from mrv2_models.layers import (
     VocabEmbedding,
     WeightSource,
     share_workspace,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ class SelfAttention(nn.Module):
         *,
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
+        partial: bool = False,
     ) -> torch.Tensor:
-        """Return the attention of `x`; with `norm` and `residual`, if it `fuses`, ``residual + attention(norm(x))``."""
+        """Return the attention of `x`; with `norm` and `residual`, if it `fuses`, ``residual + attention(norm(x))``.
+
+        If `partial`, what comes back may be partial sums ``[S, T, H]`` float32 (`layers.whole` adds them).
+        """
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = self.qkv(x, norm=norm).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
         if attn.takes_fused(self.num_kv_heads, self.head_dim, q.dtype, kv_cache[0].dtype):
@@ -77,7 +82,7 @@ class SelfAttention(nn.Module):
         else:
             self.rotate(q, k, positions)
             out = attend(q, k, v, *kv_cache, attn, self.scale)
-        return self.o(out.flatten(1), residual=residual)
+        return self.o(out.flatten(1), residual=residual, partial=partial)
 
     def fuses(self, num_rows: int) -> bool:
         """Whether both products take in what surrounds them."""
@@ -93,7 +98,8 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP; additions to the residual stream are fused into the next norm.
 
     Where all four products of a layer fuse, which the number of rows decides, norms, activation and additions are
-    parts of the products instead: five launches, and the stream itself goes from layer to layer.
+    parts of the products instead: five launches, and the stream itself goes from layer to layer.  Elsewhere the norms
+    also add what a product that split its inputs leaves in parts, and what goes on may be partial sums ``[S, T, H]``.
     """
 
     def __init__(self, config: ModelConfig, attention: SelfAttention, place: Placement) -> None:
@@ -103,7 +109,7 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, place=place)
 
-    # x, residual [T, H] -> (what to add to the residual [T, H], residual [T, H]), or (the sum of both, None)
+    # x [T, H] or [S, T, H], residual [T, H] -> (what to add to the residual, residual), or (their sum [T, H], None)
     def forward(
         self,
         x: torch.Tensor,
@@ -119,9 +125,9 @@ class DecoderLayer(nn.Module):
             x, residual = self.input_norm(x), x
         else:
             x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, positions, attn, kv_cache)
+        x = self.attention(x, positions, attn, kv_cache, partial=True)
         x, residual = self.post_norm.add(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, partial=True), residual
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensors under ``<prefix>``."""
@@ -191,12 +197,13 @@ class CausalLM(nn.Module):
             self._tap(index, x, residual, aux_hidden)
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
-    # x, residual [T, H], aux_hidden [T, taps * H]
+    # x [T, H] or [S, T, H], residual [T, H], aux_hidden [T, taps * H]
     def _tap(
         self, num_done: int, x: torch.Tensor, residual: torch.Tensor | None, aux_hidden: torch.Tensor | None
     ) -> None:
         if aux_hidden is None or num_done not in self.aux_layer_ids:
             return
+        x = whole(x, aux_hidden.dtype)
         taps = aux_hidden.view(x.shape[0], len(self.aux_layer_ids), x.shape[1])
         for place, wanted in enumerate(self.aux_layer_ids):
             if wanted == num_done:

@@ -20,12 +20,13 @@ from mrv2_kernels.gemm import (
     fp8_picks,
     fused_linear,
     linear,
+    linear_parts,
     picks_for,
     picks_of,
     quantise_rows,
     workspace_for,
 )
-from mrv2_kernels.layers import rms_norm, silu_and_mul
+from mrv2_kernels.layers import add_partials, rms_norm, silu_and_mul
 from mrv2_models.parallel import Shard, all_gather_last, all_reduce
 
 Quantization = Literal["fp8"]
@@ -110,7 +111,7 @@ class Linear(nn.Module):
         # for plans that split the inputs; `share_workspace` sets it
         self.workspace: LinearWorkspace | None = None
 
-    # x [T, in] -> [T, out]
+    # x [T, in] -> [T, out], or [S, T, out] float32
     def forward(
         self,
         x: torch.Tensor,
@@ -119,25 +120,38 @@ class Linear(nn.Module):
         gated: bool = False,
         # [T, out]
         residual: torch.Tensor | None = None,
+        partial: bool = False,
     ) -> torch.Tensor:
-        """Return the product; where it `fuses`, with a norm before it and gated activation or residual behind it."""
+        """Return the product, behind a gated activation if `gated`; where it `fuses`, with a norm or residual as well.
+
+        A caller that takes partial sums (`partial`, for `RMSNorm.add`) gets them where leaving them is faster.
+        """
         pick = self.picks.at(x.shape[0])
-        if norm is not None or gated or residual is not None:
+        if norm is not None or residual is not None:
             stands_alone = f"a product of {tuple(x.shape)} and {tuple(self.weight.shape)} stands alone"
             assert pick.fused is not None and self.fuses(x.shape[0]), stands_alone
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             parts = {"norm": norm_weight, "eps": eps, "gated": gated, "residual": residual, "scale": self.scale}
             return fused_linear(x, self.weight, pick.fused, **parts)
+        if pick.parts is not None and self._is_whole() and (partial or pick.parts.splits == 1):
+            return linear_parts(x, self.weight, pick.parts, gated=gated)
         if self.bias is not None and self.scale is None and (self.split == "column" or self.shard.world_size == 1):
-            return F.linear(x, self.weight, self.bias)
-        out = linear(x, self.weight, pick.plan, self.workspace, scale=self.scale)
-        if self.split == "row":
-            out = all_reduce(out, self.shard)
-        return out if self.bias is None else out.add_(self.bias)
+            out = F.linear(x, self.weight, self.bias)
+        else:
+            out = linear(x, self.weight, pick.plan, self.workspace, scale=self.scale)
+            if self.split == "row":
+                out = all_reduce(out, self.shard)
+            if self.bias is not None:
+                out.add_(self.bias)
+        return silu_and_mul(out) if gated else out
+
+    def _is_whole(self) -> bool:
+        """Whether this rank's weights are the whole product."""
+        return self.shard.world_size == 1 and self.bias is None
 
     def fuses(self, num_rows: int) -> bool:
         """Whether products of so many rows take in what surrounds them; never on the host."""
-        return self.shard.world_size == 1 and self.bias is None and self.picks.at(num_rows).fused is not None
+        return self._is_whole() and self.picks.at(num_rows).fused is not None
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensors ``<prefix>.<part>.weight`` (and ``.bias``)."""
@@ -157,6 +171,12 @@ class Linear(nn.Module):
             if self.bias is not None:
                 yield WeightSource(f"{name}.bias", shape[:1], (rows,), self.bias[start:stop], 0.0, 0.1)
             start = stop
+
+
+# x [T, H], or partial sums [S, T, H] float32 -> [T, H]
+def whole(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a layer hands on as one tensor of its dtype."""
+    return add_partials(x, dtype) if x.dim() == 3 else x
 
 
 def share_workspace(model: nn.Module) -> None:
@@ -186,7 +206,7 @@ class RMSNorm(nn.Module):
         assert isinstance(out, torch.Tensor), "rms_norm without a residual returns one tensor"
         return out
 
-    # x, residual [T, H] -> (normalised [T, H], x + residual [T, H])
+    # x [T, H] or partial sums [S, T, H], residual [T, H] -> (normalised [T, H], x + residual [T, H])
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `x` to the residual stream and normalise the sum."""
         out = rms_norm(x, self.weight, self.eps, residual)
@@ -241,12 +261,20 @@ class GatedMLP(nn.Module):
 
     # x, residual [T, H] -> [T, H]
     def forward(
-        self, x: torch.Tensor, *, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        partial: bool = False,
     ) -> torch.Tensor:
-        """Return the MLP of `x`; with `norm` and `residual`, for which it must fuse, ``residual + mlp(norm(x))``."""
+        """Return the MLP of `x`; with `norm` and `residual`, for which it must fuse, ``residual + mlp(norm(x))``.
+
+        If `partial`, what comes back may be partial sums ``[S, T, H]`` float32 (`whole` adds them).
+        """
         if norm is not None:
             return self.down(self.gate_up(x, norm=norm, gated=True), residual=residual)
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x, gated=True), partial=partial)
 
     def fuses(self, num_rows: int) -> bool:
         """Whether both products take in what surrounds them."""

@@ -50,5 +50,5 @@ def test_every_plan_of_the_committed_table_suits_all_rows_that_take_it() -> None
 def test_both_plans_pass_through_the_table(tmp_path) -> None:
     path = tmp_path / "picks.json"
     path.write_text("{}")
-    write_picks("GPU", [as_entry(*key, pick.plan, pick.fused) for key, pick in PICKS.items()], path)
+    write_picks("GPU", [as_entry(*key, pick) for key, pick in PICKS.items()], path)
     assert read_picks(json.loads(path.read_text()))["GPU"] == PICKS

@@ -18,6 +18,7 @@ from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_torch, gemv_triton
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan, LinearWorkspace
 from mrv2_kernels.gemm.resident import resident_linear, why_not_resident
 from mrv2_kernels.gemm.streamed import streamed_linear, why_not_streamed
+from mrv2_kernels.gemm.warpgroup import warpgroup_linear, why_not_warpgroup
 
 
 def why_not(
@@ -30,6 +31,8 @@ def why_not(
         return why_not_streamed(plan, num_outputs, num_inputs, dtype)
     if plan.variant == "resident":
         return why_not_resident(plan, num_outputs, num_inputs, dtype, weight_bytes)
+    if plan.variant == "warpgroup":
+        return why_not_warpgroup(plan, num_outputs, num_inputs, dtype)
     return None
 
 
@@ -56,6 +59,10 @@ def linear_triton(
         return streamed_linear(x, weight, plan, workspace, out, scale)
     if plan.variant == "resident":
         return resident_linear(x, weight, plan, workspace, out, scale)
+    if plan.variant == "warpgroup":
+        if scale is not None or plan.splits > 1:
+            raise ValueError(f"{plan.label}: whole sums of 16-bit weights only; `linear_parts` takes partial ones")
+        return warpgroup_linear(x, weight, plan, out)
     if scale is not None:
         # the library multiplies 16 bits by 16 bits: at many rows the weights' bytes are not what counts
         weight = dequantise_rows(weight, scale, x.dtype)
@@ -138,6 +145,53 @@ def fused_linear_torch(
 
 
 fused_linear = dispatch(fused_linear_triton, fused_linear_torch)
+
+
+def linear_parts_triton(
+    # [M, K], row stride free
+    x: torch.Tensor,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    gated: bool = False,
+    # [M, N], or [S, M, N] float32 if the plan has S > 1 splits
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the product [M, N], behind a gate ``silu(x @ gate.T) * (x @ up.T)``, or its S partial sums [S, M, N].
+
+    Raises `ValueError` for a plan of another variant than ``warpgroup``, or that does not suit the shape.
+    """
+    if plan.variant != "warpgroup":
+        raise ValueError(f"{plan.label}: only warpgroup leaves sums to the norm behind it")
+    return warpgroup_linear(x, weight, plan, out, gated=gated)
+
+
+def linear_parts_torch(
+    # [M, K]
+    x: torch.Tensor,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    gated: bool = False,
+    # [M, N], or [S, M, N] float32
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference of `linear_parts_triton`; of the plan only the number of splits is looked at."""
+    acc = accumulator_dtype(x.dtype)
+    if gated:
+        gate, up = F.linear(x.to(acc), weight.to(acc)).chunk(2, dim=1)
+        result = (F.silu(gate) * up).to(x.dtype)
+    elif plan.splits == 1:
+        result = F.linear(x, weight)
+    else:
+        parts = zip(x.to(acc).tensor_split(plan.splits, 1), weight.to(acc).tensor_split(plan.splits, 1), strict=True)
+        result = torch.stack([F.linear(a, b) for a, b in parts])
+    return result if out is None else out.copy_(result)
+
+
+linear_parts = dispatch(linear_parts_triton, linear_parts_torch)
 
 
 def workspace_for(

@@ -30,6 +30,8 @@ class Pick:
     plan: LinearPlan = LIBRARY
     # of the product together with what surrounds it in a layer (`gemm.fused_linear`); None where that was not faster
     fused: LinearPlan | None = None
+    # of the product in a layer whose norms stand alone and add partial sums (`gemm.warpgroup`); None likewise
+    parts: LinearPlan | None = None
 
 
 # (rows, outputs, inputs) -> pick
@@ -48,8 +50,8 @@ def read_picks(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, Pi
             key = (entry["num_rows"], entry["num_outputs"], entry["num_inputs"])
             if key in picks:
                 raise ValueError(f"{gpu}: the product {key} is named twice")
-            fused = entry.get("fused")
-            picks[key] = Pick(LinearPlan(**entry["plan"]), None if fused is None else LinearPlan(**fused))
+            others = {name: LinearPlan(**entry[name]) for name in ("fused", "parts") if entry.get(name) is not None}
+            picks[key] = Pick(LinearPlan(**entry["plan"]), **others)
         found[gpu] = picks
     return found
 
@@ -109,9 +111,7 @@ def picks_for(device: torch.device, dtype: torch.dtype, quantization: str | None
     return _table().get(table_key(torch.cuda.get_device_name(device), quantization), {})
 
 
-def as_entry(
-    num_rows: int, num_outputs: int, num_inputs: int, plan: LinearPlan, fused: LinearPlan | None = None
-) -> dict[str, Any]:
+def as_entry(num_rows: int, num_outputs: int, num_inputs: int, pick: Pick) -> dict[str, Any]:
     """Return one product's line of the table."""
-    entry = {"num_rows": num_rows, "num_outputs": num_outputs, "num_inputs": num_inputs, "plan": asdict(plan)}
-    return entry if fused is None else entry | {"fused": asdict(fused)}
+    plans = {name: plan for name, plan in asdict(pick).items() if plan is not None}
+    return {"num_rows": num_rows, "num_outputs": num_outputs, "num_inputs": num_inputs} | plans

@@ -9,7 +9,7 @@ import torch
 
 from mrv2_kernels._triton import cdiv
 
-Variant = Literal["library", "gemv", "streamed", "turned", "resident"]
+Variant = Literal["library", "gemv", "streamed", "turned", "resident", "warpgroup"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 

@@ -3,6 +3,9 @@
     s = x + residual            (rounded to the dtype of x, as the unfused addition would)
     out = s / sqrt(mean(s^2) + eps) * weight
 
+x may come as the partial sums of a product that split its inputs (`mrv2_kernels.gemm.warpgroup`): they are added in
+their order and rounded, as that product would have done.
+
 Sums are fp64 for fp64 input, else fp32; the result is rounded once.  A program reads its weights before it waits for
 the kernel that makes x (`mrv2_kernels.gemm.pdl`).
 """
@@ -26,9 +29,11 @@ def _rms_norm_kernel(
     out_ptr,
     summed_ptr,
     x_stride,
+    part_stride,
     residual_stride,
     hidden_size,
     EPS: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -42,9 +47,14 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(ACC)
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(ACC)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(x_ptr + part * part_stride + row * x_stride + cols, mask=mask, other=0.0)
+        x = x.to(out_ptr.dtype.element_ty).to(ACC)
+    if HAS_RESIDUAL:
         summed = (x + residual).to(summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + row * hidden_size + cols, summed, mask=mask)
         x = summed.to(ACC)
@@ -54,7 +64,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(
-    # [T, H], row stride free
+    # [T, H], row stride free; or partial sums [S, T, H] float32, contiguous
     x: torch.Tensor,
     # [H]
     weight: torch.Tensor,
@@ -63,14 +73,15 @@ def rms_norm_triton(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the norm [T, H]; with `residual`, the pair (norm, x + residual), both new tensors."""
-    num_rows, hidden_size = x.shape
-    assert x.stride(1) == 1, f"rms_norm needs contiguous rows, got strides {x.stride()}"
-    out = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
+    num_rows, hidden_size = x.shape[-2:]
+    assert x.stride(-1) == 1, f"rms_norm needs contiguous rows, got strides {x.stride()}"
+    assert x.dim() == 2 or x.is_contiguous(), f"partial sums must be contiguous, strides {x.stride()}"
+    out = torch.empty((num_rows, hidden_size), dtype=x.dtype if x.dim() == 2 else weight.dtype, device=x.device)
     summed = out if residual is None else torch.empty_like(out)
     if num_rows == 0:
         return out if residual is None else (out, summed)
     source = x if residual is None else residual
-    assert source.stride(1) == 1, f"rms_norm needs contiguous residual rows, got strides {source.stride()}"
+    assert source.stride(-1) == 1, f"rms_norm needs contiguous residual rows, got strides {source.stride()}"
     block, pdl = next_power_of_2(hidden_size), has_pdl(x)
     _rms_norm_kernel[(num_rows,)](
         x,
@@ -78,10 +89,12 @@ def rms_norm_triton(
         weight,
         out,
         summed,
-        x.stride(0),
-        source.stride(0),
+        x.stride(-2),
+        num_rows * hidden_size,
+        source.stride(-2),
         hidden_size,
         EPS=eps,
+        PARTS=x.shape[0] if x.dim() == 3 else 1,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         PDL=pdl,
@@ -92,7 +105,7 @@ def rms_norm_triton(
 
 
 def rms_norm_torch(
-    # [T, H]
+    # [T, H], or partial sums [S, T, H] float32
     x: torch.Tensor,
     # [H]
     weight: torch.Tensor,
@@ -101,10 +114,21 @@ def rms_norm_torch(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Reference of `rms_norm`, the implementation of the host backend."""
+    if x.dim() == 3:
+        x = add_partials(x, weight.dtype)
     summed = x if residual is None else x + residual
     acc = summed.to(accumulator_dtype(x.dtype))
     out = torch.nn.functional.rms_norm(acc, acc.shape[-1:], weight.to(acc.dtype), eps).to(x.dtype)
     return out if residual is None else (out, summed)
+
+
+# partials [S, T, H] -> [T, H]
+def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of a product's partial sums, added in their order and rounded once."""
+    total = partials[0]
+    for part in partials[1:]:
+        total = total + part
+    return total.to(dtype)
 
 
 rms_norm = dispatch(rms_norm_triton, rms_norm_torch)
@@ -113,6 +137,9 @@ rms_norm = dispatch(rms_norm_triton, rms_norm_torch)
 def aot_cases() -> list[AotCase]:
     """Return a representative signature of each kernel of this module."""
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "summed_ptr"), "*bf16")
-    sizes = {"x_stride": "i32", "residual_stride": "i32", "hidden_size": "i32"}
-    constants: dict[str, object] = {"EPS": 1e-6, "HAS_RESIDUAL": True, "BLOCK": 1024, "PDL": True}
-    return [AotCase(_rms_norm_kernel, pointers | sizes, constants)]
+    sizes = dict.fromkeys(("x_stride", "part_stride", "residual_stride", "hidden_size"), "i32")
+    constants: dict[str, object] = {"EPS": 1e-6, "PARTS": 1, "HAS_RESIDUAL": True, "BLOCK": 1024, "PDL": True}
+    return [
+        AotCase(_rms_norm_kernel, pointers | sizes, constants),
+        AotCase(_rms_norm_kernel, pointers | sizes | {"x_ptr": "*fp32"}, constants | {"PARTS": 8}),
+    ]

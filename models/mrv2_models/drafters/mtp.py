@@ -17,7 +17,7 @@ from mrv2_models.causal_lm import CausalLM, DecoderLayer
 from mrv2_models.drafters.config import DraftConfig
 from mrv2_models.drafters.head import DraftHead
 from mrv2_models.kv_cache import LayerCache
-from mrv2_models.layers import Linear, RMSNorm, WeightSource
+from mrv2_models.layers import Linear, RMSNorm, WeightSource, whole
 from mrv2_models.llama import LlamaAttention
 
 
@@ -54,7 +54,7 @@ class MTPHead(DraftHead):
         """See `DraftHead.forward`."""
         both = torch.cat([self.embedding_norm(self.embed(input_ids)), self.hidden_norm(features)], dim=-1)
         x, residual = self.layer(self.join(both), None, positions, attn, kv_cache)
-        return x if residual is None else x + residual
+        return x if residual is None else whole(x, residual.dtype) + residual
 
     def weight_sources(self) -> Iterator[WeightSource]:
         """Yield every tensor of the head's checkpoint but ``d2t``."""

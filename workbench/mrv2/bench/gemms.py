@@ -58,7 +58,7 @@ from mrv2_kernels.gemm import (
     picks_of,
     workspace_for,
 )
-from mrv2_kernels.gemm.picks import as_entry
+from mrv2_kernels.gemm.picks import Pick, as_entry
 from mrv2_kernels.layers import rms_norm, silu_and_mul
 
 KIND = "mrv2-gemms"
@@ -173,7 +173,7 @@ def make_record(
         "chains": [asdict(each) for each in chains],
         "products": [asdict(each) for each in products],
         "picks": [
-            as_entry(m, product.num_outputs, product.num_inputs, plan, fused_plan)
+            as_entry(m, product.num_outputs, product.num_inputs, Pick(plan, fused_plan))
             for m, plans in picked.items()
             for product, plan, fused_plan in zip(PRODUCTS, plans, fused.get(m, alone), strict=True)
         ],

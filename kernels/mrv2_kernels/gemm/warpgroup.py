@@ -1,0 +1,265 @@
+"""Product of 8 to 256 rows on tensor cores that read both operands from shared memory, alone or in parts of a layer:
+
+    p = x @ weight.T                            or, if `gated`,  silu(x @ gate.T) * (x @ up.T), weight = [gate; up]
+    out = p                                     or, with splits, the partial sums of p over each split of the inputs
+
+A program owns 64 outputs over one split of the inputs.  It orders all its weights into shared memory with asynchronous
+copies before it waits for the kernel that makes x (`mrv2_kernels.gemm.pdl`), then brings x through a ring of `stages`
+blocks of inputs.  It computes the transpose, weight @ x.T: the instruction of a warp group (wgmma on Hopper,
+tcgen05 on Blackwell) takes 64 outputs and as many rows as there are, so that few rows waste nothing and each weight and
+each input is read from shared memory once.
+
+Outputs without gate are at most 4,096 here, of 64 a program, which leaves half of an H200 idle; products of long rows
+split them.  Partial sums stay in float32, one plane a split, and whoever reads the product adds them in their order:
+the norm behind it (`mrv2_kernels.layers.rms_norm`), which reads its input anyway, so nothing counts arrivals.  A gated
+program holds 32 rows of gate and 32 of up, and multiplies them at the end.
+
+Measured on an H200 (traces/bench/h200-gemms.json), the products of Qwen3-0.6B's 28 layers with norms and activation at
+8 / 32 / 64 / 128 rows: 408 / 440 / 524 / 692 us; `gemm.resident` 472 / 736 at 8 / 32, the library 805 / 938 beyond.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mrv2_kernels._gluon import ampere, blackwell, block_barrier, gl, gluon, hopper
+from mrv2_kernels._triton import cdiv
+from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
+from mrv2_kernels.gemm.plan import LinearPlan
+
+# outputs of a program, which the instruction of a warp group fixes
+BLOCK_N = 64
+# what a program may have on Hopper and Blackwell, less what the compiler takes
+_SHARED_BYTES = 226 << 10
+
+
+# a count of rows must neither become a constant nor make variants
+@gluon.jit(do_not_specialize=["num_rows"])
+def _warpgroup_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    GATED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TENSOR_MEMORY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    W: gl.constexpr = gl.num_warps()
+    # rows of 128 bytes, as the instruction reads them
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    # eight threads copy such a row, 16 bytes each
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
+    # outputs of a program
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    if PDL:
+        gdc_launch_dependents()
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    first_row = gl.program_id(2) * BLOCK_M
+    w_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [CHUNKS, BLOCK_N, BLOCK_K], SHARED)
+    x_shared = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], SHARED)
+    i_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))[:, None]
+    i_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))[:, None] + first_row
+    k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :] + split * (CHUNKS * BLOCK_K)
+    # the output that a row of weights is for
+    i_o = tile * WIDTH + i_n % WIDTH
+    w_row = i_o.to(gl.int64) + (i_n // WIDTH) * num_outputs
+    w_ptrs = weight_ptr + w_row * num_inputs + k
+    for c in gl.static_range(CHUNKS):
+        # masked elements arrive as zeros
+        mask = (i_o < num_outputs) & (k + c * BLOCK_K < num_inputs)
+        ampere.async_copy.async_copy_global_to_shared(w_shared.index(c), w_ptrs + c * BLOCK_K, mask=mask)
+    ampere.async_copy.commit_group()
+    x_ptrs = x_ptr + i_m.to(gl.int64) * x_stride + k
+    if PDL:
+        gdc_wait()
+    for c in gl.static_range(STAGES):
+        mask = (i_m < num_rows) & (k + c * BLOCK_K < num_inputs)
+        ampere.async_copy.async_copy_global_to_shared(x_shared.index(c), x_ptrs + c * BLOCK_K, mask=mask)
+        ampere.async_copy.commit_group()
+    if TENSOR_MEMORY:
+        TMEM: gl.constexpr = blackwell.TensorMemoryLayout([BLOCK_N, BLOCK_M], col_stride=1)
+        memory = blackwell.allocate_tensor_memory(gl.float32, [BLOCK_N, BLOCK_M], TMEM)
+        done = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+        hopper.mbarrier.init(done, count=1)
+    else:
+        # a second warp group takes half of the rows
+        ACC: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, W // 4], instr_shape=[16, BLOCK_M // (W // 4), 16]
+        )
+        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    for c in gl.static_range(CHUNKS):
+        # one group of weights, then one a block of x; this iteration has not refilled yet
+        ampere.async_copy.wait_group(min(CHUNKS, STAGES + max(c - 1, 0)) - c - 1)
+        # copies wrote what tensor cores read another way
+        hopper.fence_async_shared()
+        x = x_shared.index(c % STAGES).permute((1, 0))
+        if TENSOR_MEMORY:
+            # every thread's copies have come
+            block_barrier()
+            blackwell.tcgen05_mma(w_shared.index(c), x, memory, use_acc=c > 0)
+            blackwell.tcgen05_commit(done)
+        else:
+            acc = hopper.warpgroup_mma(w_shared.index(c), x, acc, is_async=True)
+        if c > 0 and c - 1 + STAGES < CHUNKS:
+            # refill what the product before this one has read
+            if TENSOR_MEMORY:
+                hopper.mbarrier.wait(done, (c - 1) % 2)
+            else:
+                acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+            block_barrier()
+            mask = (i_m < num_rows) & (k + (c - 1 + STAGES) * BLOCK_K < num_inputs)
+            ampere.async_copy.async_copy_global_to_shared(
+                x_shared.index((c - 1) % STAGES), x_ptrs + (c - 1 + STAGES) * BLOCK_K, mask=mask
+            )
+            ampere.async_copy.commit_group()
+        elif TENSOR_MEMORY and c > 0:
+            # no phase of the barrier may pass unseen
+            hopper.mbarrier.wait(done, (c - 1) % 2)
+    if TENSOR_MEMORY:
+        hopper.mbarrier.wait(done, (CHUNKS - 1) % 2)
+        hopper.mbarrier.invalidate(done)
+        sums = memory.load(blackwell.get_tmem_reg_layout(gl.float32, [BLOCK_N, BLOCK_M], TMEM, W))
+    else:
+        sums = hopper.warpgroup_mma_wait(0, deps=[acc])
+    if GATED:
+        # a thread holds gate and up of two outputs
+        PAIRS: gl.constexpr = gl.BlockedLayout([2, 1, 2], [16, 2, 1], [1, W, 1], [2, 0, 1])
+        OUT: gl.constexpr = gl.SliceLayout(2, PAIRS)
+        pairs = gl.permute(gl.reshape(sums, [2, WIDTH, BLOCK_M]), (1, 2, 0))
+        gate, up = gl.split(gl.convert_layout(pairs, PAIRS))
+        out = gate / (1.0 + gl.exp(-gate)) * up
+    else:
+        # a thread stores 16 bytes of a row
+        ITEMS: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+        OUT: gl.constexpr = gl.BlockedLayout([ITEMS, 1], [BLOCK_N // ITEMS, ITEMS // 2], [1, W], [0, 1])
+        out = gl.convert_layout(sums, OUT)
+    n = gl.arange(0, WIDTH, gl.SliceLayout(1, OUT))[:, None] + tile * WIDTH
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))[None, :] + first_row
+    out_ptrs = out_ptr + (split * num_rows + m).to(gl.int64) * num_outputs + n
+    gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(m < num_rows) & (n < num_outputs))
+
+
+def _block_k(plan: LinearPlan) -> int:
+    """Return the inputs of a block: of many rows, few."""
+    return 128 if plan.block_m <= 128 else 64
+
+
+def _blocks(plan: LinearPlan, num_inputs: int) -> tuple[int, int]:
+    """Return how many blocks of inputs a program multiplies, and how many of x are in flight.
+
+    The latter are as many as the plan says, the product has and the weights leave room for.
+    """
+    block_k = _block_k(plan)
+    chunks = cdiv(num_inputs, plan.splits * block_k)
+    room = (_SHARED_BYTES // (2 * block_k) - chunks * plan.block_n) // plan.block_m
+    return chunks, min(plan.stages, chunks, room)
+
+
+def why_not_warpgroup(plan: LinearPlan, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> str | None:
+    """Return why a plan does not suit a shape, or None."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype}: only bfloat16 and float16"
+    if num_inputs % 16 or num_outputs % 16:
+        return f"{num_outputs} outputs of {num_inputs} inputs: both must be multiples of 16"
+    if plan.block_n != BLOCK_N or not 8 <= plan.block_m // (plan.num_warps // 4 or 8) <= 256:
+        return f"tile {plan.block_m} x {plan.block_n}: {BLOCK_N} outputs and 8 to 256 rows for each 4 warps"
+    chunks, stages = _blocks(plan, num_inputs)
+    if (plan.splits - 1) * chunks * _block_k(plan) >= num_inputs:
+        return f"{num_inputs} inputs leave nothing to the last of {plan.splits} splits"
+    if stages < min(2, chunks):
+        return f"weights of {chunks * _block_k(plan)} inputs leave no shared memory for two blocks of x"
+    return None
+
+
+def warpgroup_linear(
+    # [M, K], row stride free, a multiple of 16
+    x: torch.Tensor,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    # [M, N], or [S, M, N] float32 of S > 1 splits
+    out: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    """Return the product [M, N], or its partial sums [S, M, N] float32 if the plan has S > 1 splits; CUDA only.
+
+    Raises `ValueError` for a shape that the plan does not suit, and for a gated product whose plan splits its inputs.
+    """
+    (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0] // (2 if gated else 1)
+    reason = why_not_warpgroup(plan, num_outputs, num_inputs, x.dtype)
+    if plan.splits > 1 and gated:
+        reason = "the gate takes whole sums"
+    if reason is not None:
+        raise ValueError(f"{plan.label}: {reason}")
+    assert x.stride(1) == 1 and x.stride(0) % 16 == 0, f"rows must be contiguous and aligned, strides {x.stride()}"
+    assert weight.is_contiguous(), f"weights must be contiguous, strides {weight.stride()}"
+    if out is None:
+        partial = plan.splits > 1
+        shape = (plan.splits, num_rows, num_outputs) if partial else (num_rows, num_outputs)
+        out = x.new_empty(shape, dtype=torch.float32 if partial else None)
+    if num_rows == 0:
+        return out
+    # Blackwell's tensor cores keep their sums in a memory of their own
+    tensor_memory = torch.cuda.get_device_capability(x.device) >= (10, 0)
+    pdl = plan.ahead and has_pdl(x)
+    width = plan.block_n // (2 if gated else 1)
+    chunks, stages = _blocks(plan, num_inputs)
+    _warpgroup_linear_kernel[(cdiv(num_outputs, width), plan.splits, cdiv(num_rows, plan.block_m))](
+        x,
+        weight,
+        out,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        x.stride(0),
+        GATED=gated,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=_block_k(plan),
+        CHUNKS=chunks,
+        STAGES=stages,
+        TENSOR_MEMORY=tensor_memory,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def aot_cases() -> list[AotCase]:
+    """Return representative signatures: whole inputs through a ring of x, with a gate, split ones, two warp groups."""
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride"), "i32")
+    signature = pointers | sizes
+    constants: dict[str, object] = {"BLOCK_N": BLOCK_N, "BLOCK_K": 128, "PDL": True}
+    whole: dict[str, object] = constants | {"GATED": False, "BLOCK_M": 64, "CHUNKS": 8, "STAGES": 5}
+    aligned = frozenset(signature) - {"num_rows"}
+    shapes: tuple[tuple[dict[str, str], dict[str, object], int], ...] = (
+        ({}, {}, 4),
+        ({}, {"GATED": True, "BLOCK_M": 16, "STAGES": 8}, 4),
+        ({"out_ptr": "*fp32"}, {"CHUNKS": 4, "STAGES": 4}, 4),
+        ({}, {"GATED": True, "BLOCK_M": 256, "BLOCK_K": 64, "CHUNKS": 16, "STAGES": 3}, 8),
+    )
+    return [
+        AotCase(
+            _warpgroup_linear_kernel,
+            signature | types,
+            whole | shape | {"TENSOR_MEMORY": tensor_memory},
+            num_warps=num_warps,
+            aligned=aligned,
+            archs=archs,
+        )
+        for tensor_memory, archs in ((False, (90,)), (True, (100, 103)))
+        for types, shape, num_warps in shapes
+    ]
