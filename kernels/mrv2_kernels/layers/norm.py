@@ -138,8 +138,9 @@ def aot_cases() -> list[AotCase]:
     """Return a representative signature of each kernel of this module."""
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "summed_ptr"), "*bf16")
     sizes = dict.fromkeys(("x_stride", "part_stride", "residual_stride", "hidden_size"), "i32")
+    signature: dict[str, str] = {**pointers, **sizes}
     constants: dict[str, object] = {"EPS": 1e-6, "PARTS": 1, "HAS_RESIDUAL": True, "BLOCK": 1024, "PDL": True}
     return [
-        AotCase(_rms_norm_kernel, pointers | sizes, constants),
-        AotCase(_rms_norm_kernel, pointers | sizes | {"x_ptr": "*fp32"}, constants | {"PARTS": 8}),
+        AotCase(_rms_norm_kernel, signature, constants),
+        AotCase(_rms_norm_kernel, signature | {"x_ptr": "*fp32"}, constants | {"PARTS": 8}),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,9 +11,13 @@ import torch
 from mrv2_kernels._triton import cdiv, next_power_of_2
 from mrv2_kernels.gemm import FP8, LIBRARY, LinearPlan, why_not
 from mrv2_kernels.gemm.gemv import MAX_ROWS
+from mrv2_kernels.gemm.warpgroup import BLOCK_N as _WARPGROUP_N
 
 # how weights are kept: None = in `DTYPE`
 Quantization = Literal["fp8"]
+# of a product in a layer: bare; with what surrounds it (`gemm.fused_linear`); with its gate, or leaving partial sums
+# to the norm behind it (`gemm.linear_parts`)
+Form = Literal["alone", "fused", "parts"]
 
 DTYPE = torch.bfloat16
 NUM_LAYERS = 28
@@ -20,6 +25,8 @@ NUM_LAYERS = 28
 EPS = 1e-6
 # most rows of products that take in what surrounds them: above, x, read anew by each program, outweighs it
 MAX_FUSED_ROWS = 64
+# fewest rows of products on tensor cores that take rows by the eight
+MIN_WARPGROUP_ROWS = 8
 # rows to which a step's batch is padded
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # of 8-bit weights also those of prompts, up to where the library with weights made 16-bit again is the fastest
@@ -56,7 +63,10 @@ PRODUCTS = (
 def candidates(num_rows: int, product: Product, quantization: Quantization | None = None) -> list[LinearPlan]:
     """Return the plans to try for one product at one batch size, the library first."""
     plans = [LIBRARY, *_gemv(num_rows, product, quantization), *_resident(num_rows, product, quantization)]
-    plans += _streamed(num_rows, product) if quantization is None else _turned(num_rows, product)
+    if quantization is None:
+        plans += _streamed(num_rows, product) + _warpgroup(num_rows, product, (1,))
+    else:
+        plans += _turned(num_rows, product)
     return [plan for plan in plans if _suits(plan, num_rows, product, product.num_outputs, quantization)]
 
 
@@ -70,10 +80,27 @@ def fused_candidates(num_rows: int, product: Product, quantization: Quantization
         plans = list(dict.fromkeys(replace(plan, block_n=plan.block_n // 2) for plan in plans))
     # one row leaves the tensor cores idle
     resident = _resident(num_rows, product, quantization) if num_rows > 1 else []
+    # nor do several tiles of rows pay, each of which would read and normalise anew
+    plans += [plan for plan in resident if plan.splits == 1 and plan.block_m >= num_rows]
     num_outputs = product.num_outputs // (2 if product.gated else 1)
-    return plans + [
-        plan for plan in resident if plan.splits == 1 and _suits(plan, num_rows, product, num_outputs, quantization)
-    ]
+    return [plan for plan in plans if _suits(plan, num_rows, product, num_outputs, quantization)]
+
+
+def parts_candidates(num_rows: int, product: Product, quantization: Quantization | None = None) -> list[LinearPlan]:
+    """Return the plans to try for a product with its gate, or that leaves partial sums to the norm behind it."""
+    if quantization is not None:
+        return []
+    # rotary embedding and attention read whole sums, and so does a gate
+    plans = _warpgroup(num_rows, product, (1,) if product.normed else (2, 4, 8, 12, 16))
+    num_outputs = product.num_outputs // (2 if product.gated else 1)
+    return [plan for plan in plans if _suits(plan, num_rows, product, num_outputs, quantization)]
+
+
+CANDIDATES: dict[Form, Callable[[int, Product, Quantization | None], list[LinearPlan]]] = {
+    "alone": candidates,
+    "fused": fused_candidates,
+    "parts": parts_candidates,
+}
 
 
 def weight_bytes(quantization: Quantization | None) -> int:
@@ -128,6 +155,22 @@ def _turned(num_rows: int, product: Product) -> list[LinearPlan]:
                 if block_m <= num_rows and 64 <= programs <= (264 if splits > 1 else 528):
                     stages = 3 if block_m == block_n == 128 else 4
                     plans.append(LinearPlan("turned", block_m, block_n, splits, num_warps, stages))
+    return plans
+
+
+def _warpgroup(num_rows: int, product: Product, splits: tuple[int, ...]) -> list[LinearPlan]:
+    if num_rows < MIN_WARPGROUP_ROWS:
+        return []
+    top = min(256, next_power_of_2(num_rows))
+    plans = []
+    for block_m in sorted({top, max(8, top // 2)}):
+        # a second warp group pays off where the first one's sums fill its registers
+        for num_warps in (4, 8) if block_m >= 128 else (4,):
+            for split in splits:
+                # from a third of a wave up to three of them
+                if 48 <= _programs(num_rows, product, block_m, _WARPGROUP_N, split) <= 400:
+                    # of x, as many blocks as there is room for
+                    plans.append(LinearPlan("warpgroup", block_m, _WARPGROUP_N, split, num_warps, 8))
     return plans
 
 

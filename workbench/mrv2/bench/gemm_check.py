@@ -24,10 +24,9 @@ from typing import IO, Any
 
 import torch
 
-from mrv2.bench.gemm_cases import DTYPE, EPS, PRODUCTS, Product, Quantization
-from mrv2_kernels.gemm import LinearPlan, linear, quantise_rows, workspace_for
+from mrv2.bench.gemm_cases import DTYPE, EPS, PRODUCTS, Form, Product, Quantization
+from mrv2_kernels.gemm import LinearPlan, fused_linear, linear, linear_parts, quantise_rows, workspace_for
 from mrv2_kernels.gemm.gemv import gemv_torch
-from mrv2_kernels.gemm.linear import fused_linear
 
 # of the norm of the result; bf16 rounds each element by 0.17 % on average, and a norm before the product rounds too
 TOLERANCE = 1e-2
@@ -43,8 +42,8 @@ class Task:
     num_rows: int
     product: Product
     plan: LinearPlan
-    # with what surrounds it in a layer
-    fused: bool = False
+    # with how much of what surrounds it in a layer
+    form: Form = "alone"
     # how its weights are kept
     quantization: Quantization | None = None
 
@@ -52,7 +51,13 @@ class Task:
     def kernel(self) -> tuple[object, ...]:
         """What decides which kernel is compiled, about; tasks that share it belong in one process."""
         rows = self.num_rows if self.plan.variant == "gemv" else 0
-        return (self.plan, self.product.num_inputs, rows, self.fused and self.product, self.quantization)
+        around = self.form == "fused" or (self.form == "parts" and self.product.gated)
+        return (self.plan, self.product.num_inputs, rows, around and self.product, self.quantization)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation is part of it."""
+        return self.form != "alone" and self.product.gated
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -60,7 +65,7 @@ class Task:
             "num_rows": self.num_rows,
             "product": self.product.name,
             "plan": asdict(self.plan),
-            "fused": self.fused,
+            "form": self.form,
             "quantization": self.quantization,
         }
 
@@ -69,7 +74,7 @@ class Task:
         """Inverse of `as_dict`."""
         product = next(each for each in PRODUCTS if each.name == values["product"])
         plan = LinearPlan(**values["plan"])
-        return cls(values["num_rows"], product, plan, values["fused"], values["quantization"])
+        return cls(values["num_rows"], product, plan, values["form"], values["quantization"])
 
 
 @dataclass(frozen=True)
@@ -172,23 +177,30 @@ def relative_error(task: Task, device: torch.device) -> float:
         # of very unequal sizes, so that a scale of another row shows
         weight, scale = quantise_rows(weight * torch.logspace(-1, 1, len(weight), device=device)[:, None])
         expected_weight = weight.double() * scale.double()[:, None]
-    gated = task.fused and product.gated
-    num_outputs = product.num_outputs // (2 if gated else 1)
-    workspace = workspace_for([(task.plan, task.num_rows, num_outputs)], device)
-    norm = random(product.num_inputs).to(DTYPE) if task.fused and product.normed else None
-    residual = random(task.num_rows, num_outputs).to(DTYPE) if task.fused and not product.normed else None
-    outs = [torch.full((task.num_rows, num_outputs), float("nan"), dtype=DTYPE, device=device) for _ in range(2)]
+    num_outputs = product.num_outputs // (2 if task.gated else 1)
+    workspace = workspace_for([(task.plan, task.num_rows, num_outputs)], device) if task.form == "alone" else None
+    is_fused = task.form == "fused"
+    norm = random(product.num_inputs).to(DTYPE) if is_fused and product.normed else None
+    residual = random(task.num_rows, num_outputs).to(DTYPE) if is_fused and not product.normed else None
+    shape, dtype = (task.num_rows, num_outputs), DTYPE
+    if task.form == "parts" and task.plan.splits > 1:
+        shape, dtype = (task.plan.splits, *shape), torch.float32
+    outs = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)]
     for out in outs:
-        if task.fused:
-            around = {"norm": norm, "eps": EPS, "gated": gated, "residual": residual}
+        if task.form == "fused":
+            around = {"norm": norm, "eps": EPS, "gated": task.gated, "residual": residual}
             fused_linear(x, weight, task.plan, out=out, scale=scale, **around)
+        elif task.form == "parts":
+            linear_parts(x, weight, task.plan, gated=task.gated, out=out)
         else:
             linear(x, weight, task.plan, workspace, out, scale)
     if not torch.equal(*outs) and not torch.isnan(outs[0]).any():
         raise ArithmeticError("two runs on the same data differ")
     wide = [None if each is None else each.double() for each in (norm, residual)]
-    expected = gemv_torch(x.double(), expected_weight, norm=wide[0], eps=EPS, gated=gated, residual=wide[1])
-    return float((outs[0].double() - expected).norm() / expected.norm())
+    expected = gemv_torch(x.double(), expected_weight, norm=wide[0], eps=EPS, gated=task.gated, residual=wide[1])
+    # partial sums [S, M, N] are added
+    total = outs[0].double().view(-1, *expected.shape).sum(0)
+    return float((total - expected).norm() / expected.norm())
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ class Stack:
         graph = self.device.capture(work)
         for _ in range(2):
             self.device.main.run(STAGE, graph.replay)
-        with recording(self.device) as recorder:
+        with recording(self.device, capacity=1 << 10) as recorder:
             for _ in range(_REPLAYS):
                 self.device.main.run(BEFORE, before)
                 self.device.main.run(STAGE, graph.replay)

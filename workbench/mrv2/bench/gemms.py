@@ -8,9 +8,11 @@ as 8-bit floats, which no cache holds.  Each reads a part of what the one before
 3. chains of all 112 products are timed: all by the library; the fastest of each variant per product; the fastest of
    all per product; and the best found from there by exchanging one product's plan at a time ("picked");
 4. the picked chain is timed once more with the kernels between the products of a layer, and against it, for up to
-   64 rows, products that take those in ("fused"); they are picked where they are faster;
-5. the picked chain must give the library's result within rounding, and the same bits when its kernels are launched
-   one by one;
+   64 rows, products that take those in ("fused"), and for 8 rows and more products that multiply by their gate or
+   leave partial sums to the norm behind them ("parts"), found the same way and also timed as products alone; the
+   fastest of the three is picked;
+5. the picked chain must give the library's result within rounding, the other forms of a layer the first one's, and
+   each the same bits when its kernels are launched one by one;
 6. of 8-bit weights, the same with 16-bit ones by the plans of the committed table stands beside it ("bf16").
 
 Times are medians of replays by CUDA events, the graph's launch included.  What was picked goes into the record in
@@ -21,55 +23,43 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from mrv2.bench.bandwidth import Limit, measure_read_bandwidth
 from mrv2.bench.environment import environment
+from mrv2.bench.failures import reason_of
 from mrv2.bench.gemm_cases import (
     BUCKETS,
+    CANDIDATES,
     DTYPE,
-    EPS,
     FP8_BUCKETS,
-    MAX_FUSED_ROWS,
     NUM_LAYERS,
     PRODUCTS,
-    Product,
+    Form,
     Quantization,
-    candidates,
-    fused_candidates,
 )
+from mrv2.bench.gemm_chains import Chain, Chains, Plans
 from mrv2.bench.gemm_check import Task, Verdict, check_all
 from mrv2.bench.gemm_stack import BEFORE, STAGE, Stack
 from mrv2.device import Device
 from mrv2.errors import ConfigError
-from mrv2_kernels.gemm import (
-    LIBRARY,
-    VARIANTS,
-    LinearPlan,
-    LinearWorkspace,
-    fused_linear,
-    linear,
-    picks_for,
-    picks_of,
-    workspace_for,
-)
-from mrv2_kernels.gemm.picks import Pick, as_entry
-from mrv2_kernels.layers import rms_norm, silu_and_mul
+from mrv2_kernels.gemm import LIBRARY, VARIANTS, LinearPlan, Pick, picks_for, picks_of
+from mrv2_kernels.gemm.picks import as_entry
 
 KIND = "mrv2-gemms"
 # where what starting ahead brings is measured
 _LATE_TOO = (8, 32)
-# plans of each product that the search for the best chain looks at
-_NEIGHBOURS = 4
-# of the library's chain, after 112 products each rounded to bf16
+# plans of each product that the search for the best chain looks at, the fastest alone; of those that leave partial
+# sums, for which the norm behind them pays, a few more; of fused ones, which have no time alone, all
+_NEIGHBOURS: dict[Form, int | None] = {"alone": 4, "parts": 6, "fused": None}
+# from the chain it is compared with, after 112 products each rounded to bf16
 _CHAIN_TOLERANCE = 0.1
-
-Plans = tuple[LinearPlan, ...]
+# forms of a layer, and what they are measured against
+_LAYERS, _FUSED, _PARTS = "picked, in layers", "picked, fused", "picked, parts"
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ class ChainTime:
     microseconds: float | None
     # of reading all weights once, over that time
     share_of_floor: float | None
-    # of its result against the library's; None where that is another function
+    # of its result against the library's, of another form of a layer against the first one's; None: another function
     difference: float | None = None
     same_eagerly: bool | None = None
     failure: str | None = None
@@ -119,8 +109,8 @@ def measure_gemms(
     limit = measure_read_bandwidth(device)
     torch.cuda.empty_cache()
     tasks = [
-        Task(m, product, plan, fused, quantization)
-        for fused, plans in ((False, candidates), (True, fused_candidates))
+        Task(m, product, plan, form, quantization)
+        for form, plans in CANDIDATES.items()
         for m in buckets
         for product in PRODUCTS
         for plan in plans(m, product, quantization)
@@ -130,8 +120,7 @@ def measure_gemms(
     seconds = {"check": time.perf_counter() - begin}
     products: list[ProductTime] = []
     chains: list[ChainTime] = []
-    picked: dict[int, Plans] = {}
-    fused: dict[int, Plans] = {}
+    picked: dict[int, tuple[Pick, ...]] = {}
     stack = Stack(device, quantization)
     sixteen_bits = None if quantization is None else Stack(device)
     for num_rows in buckets:
@@ -142,24 +131,20 @@ def measure_gemms(
             bucket.measure_committed(sixteen_bits)
         products += bucket.products
         chains += bucket.chains
-        picked[num_rows] = bucket.picked
-        if bucket.fused is not None:
-            fused[num_rows] = bucket.fused
+        picked[num_rows] = bucket.picks
     seconds["all"] = time.perf_counter() - begin
-    return make_record(products, chains, picked, limit, seconds, fused, quantization)
+    return make_record(products, chains, picked, limit, seconds, quantization)
 
 
 def make_record(
     products: list[ProductTime],
     chains: list[ChainTime],
-    picked: dict[int, Plans],
+    picked: dict[int, tuple[Pick, ...]],
     limit: Limit,
     seconds: dict[str, float],
-    fused: Mapping[int, Plans] = MappingProxyType({}),
     quantization: Quantization | None = None,
 ) -> dict[str, Any]:
     """Return the record: environment, limit, all that was tried, and the picks."""
-    alone = (None,) * len(PRODUCTS)
     return {
         "kind": KIND,
         "environment": environment(),
@@ -173,9 +158,9 @@ def make_record(
         "chains": [asdict(each) for each in chains],
         "products": [asdict(each) for each in products],
         "picks": [
-            as_entry(m, product.num_outputs, product.num_inputs, Pick(plan, fused_plan))
-            for m, plans in picked.items()
-            for product, plan, fused_plan in zip(PRODUCTS, plans, fused.get(m, alone), strict=True)
+            as_entry(m, product.num_outputs, product.num_inputs, pick)
+            for m, picks in picked.items()
+            for product, pick in zip(PRODUCTS, picks, strict=True)
         ],
     }
 
@@ -201,7 +186,7 @@ def report(record: dict[str, Any]) -> str:
         found.sort(key=lambda each: each["microseconds"])
         shown = found[:3] + [each for each in found[3:] if each["plan"] == LIBRARY.label]
         cells = (f"{e['microseconds']:.2f} {e['share_of_read_bandwidth']:.0%} {e['plan']}" for e in shown)
-        lines.append(f"M = {num_rows:<4}{name:8} " + " | ".join(cells))
+        lines.append(f"M = {num_rows:<4}{name:15} " + " | ".join(cells))
     failed = [each for each in record["products"] + record["chains"] if each["failure"] is not None]
     lines += ["", f"failed: {len(failed)}"]
     reasons: dict[str, list[str]] = {}
@@ -218,7 +203,7 @@ def report(record: dict[str, Any]) -> str:
             notes.append(f"differs {each['difference']:.1e}")
         if each["same_eagerly"] is False:
             notes.append("NOT THE SAME EAGERLY")
-        if each["name"] in ("picked", "picked, fused", "bf16, in layers"):
+        if each["name"] in ("picked", _FUSED, _PARTS, "bf16, in layers"):
             notes.append("; ".join(each["plans"]))
         lines.append(
             f"{each['num_rows']:>4} {each['name']:22}{each['microseconds']:8.1f}{each['share_of_floor']:9.0%}  "
@@ -246,221 +231,157 @@ def headline(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_right(record: dict[str, Any]) -> bool:
-    """Say whether each batch size has a picked chain that gives the library's result, the same bits eagerly."""
-    found = [each for each in record["chains"] if each["name"] == "picked"]
-    wanted = {each["num_rows"] for each in record["picks"]}
-    return {each["num_rows"] for each in found} == wanted and all(
-        each["failure"] is None and each["same_eagerly"] for each in found
-    )
+    """Say whether each batch size has a picked chain that gives the library's result, the same bits eagerly.
+
+    The same holds for the form of a layer that was picked, against the products with kernels between them.
+    """
+    right = {
+        (each["num_rows"], each["name"]): each["failure"] is None and each["same_eagerly"] is True
+        for each in record["chains"]
+    }
+    forms = (("plan", "picked"), ("fused", _FUSED), ("parts", _PARTS))
+    wanted = {(each["num_rows"], name) for each in record["picks"] for form, name in forms if form in each}
+    return bool(wanted) and all(right.get(each, False) for each in wanted)
 
 
 class _Bucket:
-    """Buffers and results of one batch size."""
+    """Results of one batch size."""
 
     def __init__(self, stack: Stack, num_rows: int, limit: Limit) -> None:
-        self.stack, self.num_rows, self.limit = stack, num_rows, limit
-        device = stack.device
+        self.make, self.num_rows, self.limit = Chains(stack, num_rows), num_rows, limit
         self.products: list[ProductTime] = []
         self.chains: list[ChainTime] = []
-        self.picked: Plans = (LIBRARY,) * len(PRODUCTS)
-        # if that is faster than `picked` among kernels for norms, activation and additions
-        self.fused: Plans | None = None
-        # per product: [M, N] bf16
-        self.outs = [device.zeros((num_rows, product.num_outputs), DTYPE) for product in PRODUCTS]
-        # per product: [M, K], a part of what the product before wrote
-        self.inputs = [self.outs[index - 1][:, : product.num_inputs] for index, product in enumerate(PRODUCTS)]
-        # [M, H]
-        generator = torch.Generator(stack.norm.device).manual_seed(num_rows)
-        self.start = torch.randn(
-            self.outs[-1].shape, generator=generator, device=stack.norm.device, dtype=torch.float32
-        ).to(DTYPE)
-        self.library_result: torch.Tensor | None = None
+        # of each product; a form of a layer is part of them if it is the fastest
+        self.picks = (Pick(),) * len(PRODUCTS)
+        # of chains, [M, H] float64
+        self.results: dict[str, torch.Tensor] = {}
 
     def measure(self, verdicts: dict[Task, Verdict]) -> None:
-        """Fill `products`, `chains`, `picked` and `fused`."""
-        times: list[dict[LinearPlan, float]] = [self._times(index, verdicts) for index in range(len(PRODUCTS))]
-        self._chain("library", self.picked)
-        ranked = [sorted(found, key=lambda plan, found=found: found[plan]) for found in times]
+        """Fill `products`, `chains` and `picks`."""
+        ranked = self._ranked("alone", verdicts)
+        self._bare("library", (LIBRARY,) * len(PRODUCTS))
         for variant in VARIANTS[1:]:
             best = [next((plan for plan in plans if plan.variant == variant), None) for plans in ranked]
             if any(best):
-                self._chain(f"fastest {variant}", tuple(plan or LIBRARY for plan in best))
+                self._bare(f"fastest {variant}", tuple(plan or LIBRARY for plan in best))
         if not all(ranked):
             return
-        plans = tuple(each[0] for each in ranked)
-        best_time = self._chain("fastest alone", plans)
-        for index, each in enumerate(ranked):
-            for plan in each[1:_NEIGHBOURS]:
-                tried = (*plans[:index], plan, *plans[index + 1 :])
-                spent = self._time(self._work(tried))
-                if spent is not None and (best_time is None or spent < best_time):
-                    plans, best_time = tried, spent
-        self.picked = plans
-        self._chain("picked", plans)
+        best_time = self._bare("fastest alone", tuple(each[0] for each in ranked))
+        plans = self._search(self.make.alone, [each[: _NEIGHBOURS["alone"]] for each in ranked], best_time)
+        self.picks = tuple(Pick(plan) for plan in plans)
+        self._bare("picked", plans)
         if self.num_rows in _LATE_TOO:
-            self._chain("picked, none ahead", tuple(replace(plan, ahead=False) for plan in plans))
-        separate = self._note("picked, in layers", plans, self._layer_work(plans), compare=False)
-        if self.num_rows <= MAX_FUSED_ROWS:
-            self._measure_fused(verdicts, separate)
-
-    def _times(self, index: int, verdicts: dict[Task, Verdict]) -> dict[LinearPlan, float]:
-        """Time each plan that passed on one product alone; return seconds a product."""
-        product, found = PRODUCTS[index], {}
-        for task, verdict in verdicts.items():
-            if task.product is not product or task.fused:
+            self._bare("picked, none ahead", tuple(replace(plan, ahead=False) for plan in plans))
+        best_time = self._note(_LAYERS, plans, self.make.layers(plans))
+        forms: tuple[tuple[Form, str, Callable[[Plans], Chain]], ...] = (
+            ("fused", _FUSED, self.make.fused),
+            ("parts", _PARTS, self.make.parts),
+        )
+        for form, name, make in forms:
+            choices = [each[: _NEIGHBOURS[form]] for each in self._ranked(form, verdicts)]
+            if not all(choices):
                 continue
-            failure, seconds = verdict.failure, None
-            if failure is None:
-                try:
-                    seconds = self._time_alone(index, task.plan)
-                    found[task.plan] = seconds
-                except Exception as fault:  # a plan that fails is reported, not fatal
-                    failure = f"{type(fault).__name__}: {' '.join(str(fault).split())[:400]}"
-            share = None
-            if seconds is not None:
-                share = product.bytes_read(self.stack.quantization) / seconds / self.limit.value
-            us = None if seconds is None else 1e6 * seconds
-            self.products.append(
-                ProductTime(self.num_rows, product.name, task.plan.label, us, share, verdict.error, failure)
-            )
+            others = self._search(make, choices, self._time(make(tuple(each[0] for each in choices))))
+            seconds = self._note(name, others, make(others), against=_LAYERS)
+            if seconds is not None and best_time is not None and seconds < best_time:
+                best_time = seconds
+                pairs = zip(plans, others, strict=True)
+                self.picks = tuple(Pick(plan, **{form: other}) for plan, other in pairs)
+            if form == "parts":
+                self._note("parts, products alone", others, self.make.parts_alone(others))
+
+    def _ranked(self, form: Form, verdicts: dict[Task, Verdict]) -> list[list[LinearPlan]]:
+        """Return each product's plans that passed, those that have a time alone in its order; note them all."""
+        found: list[list[LinearPlan]] = []
+        for index, product in enumerate(PRODUCTS):
+            times: dict[LinearPlan, float] = {}
+            for task, verdict in verdicts.items():
+                if task.product is not product or task.form != form:
+                    continue
+                failure, seconds = verdict.failure, None
+                if failure is None and form != "fused":
+                    try:
+                        launch = self.make.one(index, task.plan, form).launch
+                        seconds = self.make.stack.graph_seconds(launch, lambda: None) / NUM_LAYERS
+                    except Exception as fault:  # a plan that fails is reported, not fatal
+                        failure = reason_of(fault)
+                if failure is None:
+                    times[task.plan] = seconds or 0.0
+                self._note_product(task, seconds, verdict.error, failure)
+            found.append(sorted(times, key=lambda plan, times=times: times[plan]))
         return found
 
-    def _workspace(self, plans: Plans, products: Sequence[Product] = PRODUCTS) -> LinearWorkspace | None:
-        wanted = [(plan, self.num_rows, product.num_outputs) for plan, product in zip(plans, products, strict=True)]
-        return workspace_for(wanted, self.stack.norm.device)
+    def _note_product(self, task: Task, seconds: float | None, error: float | None, failure: str | None) -> None:
+        name = task.product.name if task.form == "alone" else f"{task.product.name}, {task.form}"
+        us, share = None, None
+        if seconds is not None:
+            us = 1e6 * seconds
+            share = task.product.bytes_read(self.make.stack.quantization) / seconds / self.limit.value
+        self.products.append(ProductTime(self.num_rows, name, task.plan.label, us, share, error, failure))
 
-    def _time_alone(self, index: int, plan: LinearPlan) -> float:
-        workspace = self._workspace((plan,), (PRODUCTS[index],))
-        x, out = self.start.new_ones((self.num_rows, PRODUCTS[index].num_inputs)).normal_(), self.outs[index]
+    def _search(
+        self, make: Callable[[Plans], Chain], choices: list[list[LinearPlan]], best_time: float | None
+    ) -> Plans:
+        """Return the fastest chain that exchanging one product's plan at a time finds, from the first ones."""
+        best = tuple(each[0] for each in choices)
+        for index, each in enumerate(choices):
+            for plan in each[1:]:
+                tried = (*best[:index], plan, *best[index + 1 :])
+                seconds = self._time(make(tried))
+                if seconds is not None and (best_time is None or seconds < best_time):
+                    best_time, best = seconds, tried
+        return best
 
-        def work() -> None:
-            for weight, scale in self.stack.weights[index]:
-                linear(x, weight, plan, workspace, out, scale)
-
-        return self.stack.graph_seconds(work, lambda: None) / NUM_LAYERS
-
-    def _work(self, plans: Plans) -> Callable[[], None]:
-        workspace, stack = self._workspace(plans), self.stack
-
-        def work() -> None:
-            for layer in range(NUM_LAYERS):
-                for index, plan in enumerate(plans):
-                    weight, scale = stack.weights[index][layer]
-                    linear(self.inputs[index], weight, plan, workspace, self.outs[index], scale)
-
-        return work
-
-    def _restart(self) -> None:
-        self.outs[-1].copy_(self.start)
-
-    def _time(self, work: Callable[[], None]) -> float | None:
+    def _time(self, chain: Chain) -> float | None:
         try:
-            return self.stack.graph_seconds(work, self._restart)
+            return self.make.stack.graph_seconds(chain.launch, self.make.restart)
         except Exception:  # the plan it is compared with stays
             return None
 
-    def _chain(self, name: str, plans: Plans) -> float | None:
-        """Time a chain of plain products, compare its result with the library's, and note both."""
-        return self._note(name, plans, self._work(plans), compare=True)
+    def _bare(self, name: str, plans: Plans) -> float | None:
+        """Time a chain of bare products, compare its result with the library's, and note both."""
+        return self._note(name, plans, self.make.alone(plans), against="library")
 
-    def _note(self, name: str, plans: Plans, work: Callable[[], None], *, compare: bool) -> float | None:
+    def _note(self, name: str, plans: Plans, chain: Chain, against: str | None = None) -> float | None:
+        """Time a chain, compare its result with an earlier one's and with that of eager launches; None if it fails."""
         labels = tuple(plan.label for plan in plans)
+        device = self.make.stack.device
         try:
-            seconds = self.stack.graph_seconds(work, self._restart)
-            result = self.outs[-1].clone()
-            device = self.stack.device
-            device.main.run(BEFORE, self._restart)
-            device.main.run(STAGE, work)
+            seconds = self.make.stack.graph_seconds(chain.launch, self.make.restart)
+            result = chain.result.clone()
+            device.main.run(BEFORE, self.make.restart)
+            device.main.run(STAGE, chain.launch)
             device.synchronize("gemms: eager")
-            is_same = torch.equal(result, self.outs[-1])
+            is_same = torch.equal(result, chain.result)
         except Exception as fault:  # a chain that fails is reported, not fatal
-            failure = f"{type(fault).__name__}: {' '.join(str(fault).split())[:400]}"
-            self.chains.append(ChainTime(self.num_rows, name, labels, None, None, failure=failure))
+            self.chains.append(ChainTime(self.num_rows, name, labels, None, None, failure=reason_of(fault)))
             return None
         difference, failure = None, None
-        if self.library_result is None:
-            self.library_result = result.double()
-        if compare:
-            difference = float((result.double() - self.library_result).norm() / self.library_result.norm())
+        self.results[name] = result.double()
+        if against is not None and against not in self.results:
+            failure = f"has no result of {against!r} to be compared with"
+        elif against is not None:
+            expected = self.results[against]
+            difference = float((self.results[name] - expected).norm() / expected.norm())
             if not difference <= _CHAIN_TOLERANCE:
-                failure = f"differs from the library's chain by {difference:.2g}"
-        share = floor_seconds(self.limit, self.stack.quantization) / seconds
+                failure = f"differs from {against!r} by {difference:.2g}"
+        share = floor_seconds(self.limit, self.make.stack.quantization) / seconds
         self.chains.append(ChainTime(self.num_rows, name, labels, 1e6 * seconds, share, difference, is_same, failure))
         return seconds if failure is None else None
 
-    def _measure_fused(self, verdicts: dict[Task, Verdict], separate: float | None) -> None:
-        """Time the chain with norms, gated activation and residuals inside its products, against `separate` seconds."""
-        choices: list[list[LinearPlan]] = []
-        for product in PRODUCTS:
-            fused = {task: verdict for task, verdict in verdicts.items() if task.fused and task.product is product}
-            choices.append([task.plan for task, verdict in fused.items() if verdict.failure is None])
-            self.products += [
-                ProductTime(
-                    self.num_rows, f"{product.name}, fused", task.plan.label, None, None, verdict.error, verdict.failure
-                )
-                for task, verdict in fused.items()
-            ]
-        if not all(choices):
-            return
-        best_time, best = None, tuple(each[0] for each in choices)
-        for index, each in enumerate(choices):
-            for plan in each:
-                tried = (*best[:index], plan, *best[index + 1 :])
-                seconds = self._time(self._fused_work(tried))
-                if seconds is not None and (best_time is None or seconds < best_time):
-                    best_time, best = seconds, tried
-        seconds = self._note("picked, fused", best, self._fused_work(best), compare=False)
-        if seconds is not None and separate is not None and seconds < separate:
-            self.fused = best
-
-    def _layer_work(self, plans: Plans) -> Callable[[], None]:
-        """The products with kernels for norms, activation and additions between them, as layers run them."""
-        workspace, stack = self._workspace(plans), self.stack
-
-        def product(x: torch.Tensor, index: int, layer: int) -> torch.Tensor:
-            weight, scale = stack.weights[index][layer]
-            return linear(x, weight, plans[index], workspace, scale=scale)
-
-        def work() -> None:
-            x = residual = self.outs[-1]
-            for layer in range(NUM_LAYERS):
-                x, residual = rms_norm(x, stack.norm, EPS, residual)
-                out = product(product(x, 0, layer)[:, : PRODUCTS[1].num_inputs], 1, layer)
-                x, residual = rms_norm(out, stack.norm, EPS, residual)
-                x = product(silu_and_mul(product(x, 2, layer)), 3, layer)
-            self.outs[-1].copy_(x)
-
-        return work
-
-    def _fused_work(self, plans: Plans) -> Callable[[], None]:
-        """norm and qkv; o and residual; norm, gate-up and activation; down and residual."""
-        stack, stream = self.stack, self.outs[-1]
-        qkv, gated = self.outs[0], self.outs[2].new_empty((self.num_rows, PRODUCTS[3].num_inputs))
-        normed = {"norm": stack.norm, "eps": EPS}
-
-        def product(x: torch.Tensor, index: int, layer: int, out: torch.Tensor, **around: Any) -> None:
-            weight, scale = stack.weights[index][layer]
-            fused_linear(x, weight, plans[index], out=out, scale=scale, **around)
-
-        def work() -> None:
-            for layer in range(NUM_LAYERS):
-                product(stream, 0, layer, qkv, **normed)
-                product(qkv[:, : PRODUCTS[1].num_inputs], 1, layer, stream, residual=stream)
-                product(stream, 2, layer, gated, gated=True, **normed)
-                product(gated, 3, layer, stream, residual=stream)
-
-        return work
-
     def measure_committed(self, stack: Stack) -> None:
         """Note the chains of 16-bit weights by the committed table, as plain products and in layers."""
-        mine, self.stack = self.stack, stack
+        mine, self.make = self.make, Chains(stack, self.num_rows)
         picks = picks_for(stack.norm.device, DTYPE)
         found = [picks_of(picks, each.num_outputs, each.num_inputs).at(self.num_rows) for each in PRODUCTS]
         plans = tuple(pick.plan for pick in found)
+        self._note("bf16", plans, self.make.alone(plans))
         fused = tuple(pick.fused for pick in found if pick.fused is not None)
-        self._note("bf16", plans, self._work(plans), compare=False)
+        parts = tuple(pick.parts for pick in found if pick.parts is not None)
         if len(fused) == len(PRODUCTS):
-            self._note("bf16, in layers", fused, self._fused_work(fused), compare=False)
+            self._note("bf16, in layers", fused, self.make.fused(fused))
+        elif len(parts) == len(PRODUCTS):
+            self._note("bf16, in layers", parts, self.make.parts(parts))
         else:
-            self._note("bf16, in layers", plans, self._layer_work(plans), compare=False)
-        self.stack = mine
+            self._note("bf16, in layers", plans, self.make.layers(plans))
+        self.make = mine
