@@ -20,11 +20,15 @@ Measured on an H200 (traces/bench/h200-gemms.json), the products of Qwen3-0.6B's
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from mrv2_kernels._gluon import ampere, blackwell, block_barrier, gl, gluon, hopper
-from mrv2_kernels._triton import cdiv
+from mrv2_kernels._triton import cdiv, next_power_of_2
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.attention.plan import AttentionShares
+from mrv2_kernels.gemm._sources import combined_shares, normed_sums
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.gemm.plan import LinearPlan
 
@@ -40,10 +44,22 @@ def _warpgroup_linear_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
+    residual_ptr,
+    norm_ptr,
+    stream_ptr,
+    lse_ptr,
+    seq_lens_ptr,
     num_rows,
     num_outputs,
     num_inputs,
     x_stride,
+    tiles_per_split,
+    SOURCE: gl.constexpr,
+    ROWS: gl.constexpr,
+    NUM_SUMS: gl.constexpr,
+    EPS: gl.constexpr,
+    NUM_SHARES: gl.constexpr,
+    BLOCK_KEYS: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -65,8 +81,12 @@ def _warpgroup_linear_kernel(
     tile = gl.program_id(0)
     split = gl.program_id(1)
     first_row = gl.program_id(2) * BLOCK_M
-    w_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [CHUNKS, BLOCK_N, BLOCK_K], SHARED)
-    x_shared = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], SHARED)
+    DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
+    w_shared = gl.allocate_shared_memory(DTYPE, [CHUNKS, BLOCK_N, BLOCK_K], SHARED)
+    if SOURCE == "sums":
+        x_wide = gl.allocate_shared_memory(DTYPE, [BLOCK_M, CHUNKS * BLOCK_K], SHARED)
+    else:
+        x_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], SHARED)
     i_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))[:, None]
     i_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))[:, None] + first_row
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :] + split * (CHUNKS * BLOCK_K)
@@ -80,12 +100,52 @@ def _warpgroup_linear_kernel(
         ampere.async_copy.async_copy_global_to_shared(w_shared.index(c), w_ptrs + c * BLOCK_K, mask=mask)
     ampere.async_copy.commit_group()
     x_ptrs = x_ptr + i_m.to(gl.int64) * x_stride + k
-    if PDL:
-        gdc_wait()
-    for c in gl.static_range(STAGES):
-        mask = (i_m < num_rows) & (k + c * BLOCK_K < num_inputs)
-        ampere.async_copy.async_copy_global_to_shared(x_shared.index(c), x_ptrs + c * BLOCK_K, mask=mask)
-        ampere.async_copy.commit_group()
+    if SOURCE == "rows":
+        if PDL:
+            gdc_wait()
+        for c in gl.static_range(STAGES):
+            mask = (i_m < num_rows) & (k + c * BLOCK_K < num_inputs)
+            ampere.async_copy.async_copy_global_to_shared(x_shared.index(c), x_ptrs + c * BLOCK_K, mask=mask)
+            ampere.async_copy.commit_group()
+    elif SOURCE == "sums":
+        x_wide.store(
+            normed_sums(
+                x_ptr,
+                residual_ptr,
+                norm_ptr,
+                stream_ptr,
+                num_rows,
+                num_inputs,
+                tile == 0,
+                NUM_SUMS,
+                EPS,
+                ROWS,
+                BLOCK_M,
+                CHUNKS * BLOCK_K,
+                PDL,
+            )
+        )
+    else:
+        if PDL:
+            gdc_wait()
+        for c in gl.static_range(CHUNKS):
+            x_shared.index(c).store(
+                combined_shares(
+                    x_ptr,
+                    lse_ptr,
+                    seq_lens_ptr,
+                    num_rows,
+                    split * CHUNKS + c,
+                    num_inputs // BLOCK_K,
+                    tiles_per_split,
+                    ROWS,
+                    BLOCK_M,
+                    BLOCK_K,
+                    BLOCK_KEYS,
+                    NUM_SHARES,
+                    weight_ptr.dtype.element_ty,
+                )
+            )
     if TENSOR_MEMORY:
         TMEM: gl.constexpr = blackwell.TensorMemoryLayout([BLOCK_N, BLOCK_M], col_stride=1)
         memory = blackwell.allocate_tensor_memory(gl.float32, [BLOCK_N, BLOCK_M], TMEM)
@@ -98,11 +158,19 @@ def _warpgroup_linear_kernel(
         )
         acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     for c in gl.static_range(CHUNKS):
-        # one group of weights, then one a block of x; this iteration has not refilled yet
-        ampere.async_copy.wait_group(min(CHUNKS, STAGES + max(c - 1, 0)) - c - 1)
-        # copies wrote what tensor cores read another way
-        hopper.fence_async_shared()
-        x = x_shared.index(c % STAGES).permute((1, 0))
+        if SOURCE == "rows":
+            # one group of weights, then one a block of x; this iteration has not refilled yet
+            ampere.async_copy.wait_group(min(CHUNKS, STAGES + max(c - 1, 0)) - c - 1)
+            # copies wrote what tensor cores read another way
+            hopper.fence_async_shared()
+        elif c == 0:
+            ampere.async_copy.wait_group(0)
+            hopper.fence_async_shared()
+            block_barrier()
+        if SOURCE == "sums":
+            x = x_wide.slice(c * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
+        else:
+            x = x_shared.index(c % STAGES).permute((1, 0))
         if TENSOR_MEMORY:
             # every thread's copies have come
             block_barrier()
@@ -196,45 +264,128 @@ def warpgroup_linear(
 
     Raises `ValueError` for a shape that the plan does not suit, and for a gated product whose plan splits its inputs.
     """
-    (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0] // (2 if gated else 1)
-    reason = why_not_warpgroup(plan, num_outputs, num_inputs, x.dtype)
+    assert x.stride(1) == 1 and x.stride(0) % 16 == 0, f"rows must be contiguous and aligned, strides {x.stride()}"
+    return _launch(_Source("rows", x, x.shape[0], x.stride(0)), weight, plan, out, gated)
+
+
+def warpgroup_linear_of_sums(
+    # [S', M, K] float32
+    x: torch.Tensor,
+    # [M, K]
+    residual: torch.Tensor,
+    # [K]
+    norm: torch.Tensor,
+    eps: float,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product [M, N] of the norm of s, and s [M, K]: the partial sums and the residual added; CUDA only.
+
+    Raises `ValueError` for a shape that the plan does not suit, splits among them.
+    """
+    if plan.splits > 1:
+        raise ValueError(f"{plan.label}: a norm takes whole rows")
+    assert x.is_contiguous() and residual.is_contiguous(), f"contiguous only, strides {x.stride()}, {residual.stride()}"
+    stream = torch.empty_like(residual)
+    source = _Source("sums", x, x.shape[1], 0, residual, norm, stream, num_sums=x.shape[0], eps=eps)
+    return _launch(source, weight, plan, None, gated), stream
+
+
+def warpgroup_linear_of_shares(shares: AttentionShares, weight: torch.Tensor, plan: LinearPlan) -> torch.Tensor:
+    """Return the product of the attention whose shares these are, weight [N, Hq * D]; CUDA only.
+
+    Raises `ValueError` for a shape that the plan does not suit.
+    """
+    source = _Source("shares", shares.out, shares.out.shape[0], 0, shares=shares)
+    return _launch(source, weight, plan, None, False)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a launch reads x from."""
+
+    kind: str
+    x: torch.Tensor
+    num_rows: int
+    x_stride: int
+    residual: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    stream: torch.Tensor | None = None
+    num_sums: int = 1
+    eps: float = 0.0
+    shares: AttentionShares | None = None
+
+
+def _launch(
+    source: _Source, weight: torch.Tensor, plan: LinearPlan, out: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
+    num_rows, num_inputs, num_outputs = source.num_rows, weight.shape[1], weight.shape[0] // (2 if gated else 1)
+    reason = why_not_warpgroup(plan, num_outputs, num_inputs, weight.dtype)
     if plan.splits > 1 and gated:
         reason = "the gate takes whole sums"
+    if source.kind != "rows":
+        reason = reason or _why_not_made(plan, source, num_inputs)
     if reason is not None:
         raise ValueError(f"{plan.label}: {reason}")
-    assert x.stride(1) == 1 and x.stride(0) % 16 == 0, f"rows must be contiguous and aligned, strides {x.stride()}"
     assert weight.is_contiguous(), f"weights must be contiguous, strides {weight.stride()}"
     if out is None:
         partial = plan.splits > 1
         shape = (plan.splits, num_rows, num_outputs) if partial else (num_rows, num_outputs)
-        out = x.new_empty(shape, dtype=torch.float32 if partial else None)
+        out = weight.new_empty(shape, dtype=torch.float32 if partial else None)
     if num_rows == 0:
         return out
     # Blackwell's tensor cores keep their sums in a memory of their own
-    tensor_memory = torch.cuda.get_device_capability(x.device) >= (10, 0)
-    pdl = plan.ahead and has_pdl(x)
+    tensor_memory = torch.cuda.get_device_capability(weight.device) >= (10, 0)
+    pdl = plan.ahead and has_pdl(weight)
     width = plan.block_n // (2 if gated else 1)
     chunks, stages = _blocks(plan, num_inputs)
+    shares = source.shares
     _warpgroup_linear_kernel[(cdiv(num_outputs, width), plan.splits, cdiv(num_rows, plan.block_m))](
-        x,
+        source.x,
         weight,
         out,
+        weight if source.residual is None else source.residual,
+        weight if source.norm is None else source.norm,
+        weight if source.stream is None else source.stream,
+        source.x if shares is None else shares.lse,
+        source.x if shares is None else shares.seq_lens,
         num_rows,
         num_outputs,
         num_inputs,
-        x.stride(0),
+        source.x_stride,
+        1 if shares is None else shares.plan.tiles_per_split,
+        SOURCE=source.kind,
+        ROWS=1 if source.kind == "rows" else next_power_of_2(num_rows),
+        NUM_SUMS=source.num_sums,
+        EPS=source.eps,
+        NUM_SHARES=1 if shares is None else shares.plan.num_splits,
+        BLOCK_KEYS=1 if shares is None else shares.plan.block_n,
         GATED=gated,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=_block_k(plan),
         CHUNKS=chunks,
-        STAGES=stages,
+        STAGES=chunks if source.kind == "shares" else stages,
         TENSOR_MEMORY=tensor_memory,
         PDL=pdl,
         num_warps=plan.num_warps,
         launch_pdl=pdl,
     )
     return out
+
+
+def _why_not_made(plan: LinearPlan, source: _Source, num_inputs: int) -> str | None:
+    """Return why a program cannot make its rows itself, or None."""
+    if source.num_rows > plan.block_m:
+        return f"{source.num_rows} rows: a program makes {plan.block_m}"
+    if source.kind == "sums" and num_inputs != next_power_of_2(num_inputs):
+        return f"{num_inputs} inputs: a norm takes a power of two"
+    if source.kind == "shares" and (source.x.shape[3] != _block_k(plan) or num_inputs % (plan.splits * _block_k(plan))):
+        return f"heads of {source.x.shape[3]}: {_block_k(plan)} only, whole ones in each split"
+    return None
 
 
 def aot_cases() -> list[AotCase]:
