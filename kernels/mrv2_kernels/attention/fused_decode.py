@@ -136,8 +136,10 @@ def _fused_decode_kernel(
     num_tiles = tl.cdiv(num_cached, BLOCK_N)
     num_shares = tl.minimum(tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1), num_splits)
     if BLOCK_SPLITS > 1:
-        # no wait before: it reads and writes nothing more, and the splits in use make the launch wait
         if split >= num_shares:
+            # of every program, the idle ones included
+            if PDL:
+                gdc_wait()
             return
     position = tl.load(positions_ptr + request).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + request).to(tl.int64)
