@@ -48,7 +48,7 @@ from mrv2_kernels.attention._tiles import (
 )
 from mrv2_kernels.attention.decode import paged_attention_decode_torch
 from mrv2_kernels.attention.kv_write import write_kv_torch
-from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, AttentionShares, DecodePlan, arrivals_of
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, DecodePlan, arrivals_of
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.gemm.unpack import unpacks
 from mrv2_kernels.layers.rope import qk_norm_rope_torch, rotary_embedding_torch
@@ -114,7 +114,6 @@ def _fused_decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
-    COMBINE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
@@ -270,7 +269,7 @@ def _fused_decode_kernel(
     if BLOCK_SPLITS == 1:
         tl.store(out_row_ptr + tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        if (num_shares == 1) & COMBINE:
+        if num_shares == 1:
             tl.store(out_row_ptr + tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
         else:
             first_part = request * (NUM_KV_HEADS * GROUP) * num_splits
@@ -279,25 +278,24 @@ def _fused_decode_kernel(
             request_lse_ptr = partial_lse_ptr + first_part
             tl.store(request_out_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
             tl.store(request_lse_ptr + part, row_max + tl.log2(row_sum), mask=in_group)
-            if COMBINE:
-                # every thread's stores come before the arrival that publishes them
-                tl.debug_barrier()
-                arrivals = arrivals_ptr + request * NUM_KV_HEADS + kv_head
-                if tl.atomic_add(arrivals, 1) == num_shares - 1:
-                    tl.store(arrivals, 0)
-                    combine_shares(
-                        request_out_ptr,
-                        request_lse_ptr,
-                        out_row_ptr,
-                        kv_head * GROUP,
-                        num_splits,
-                        num_shares,
-                        GROUP,
-                        BLOCK_GROUP,
-                        HEAD_DIM,
-                        BLOCK_D,
-                        BLOCK_SPLITS,
-                    )
+            # every thread's stores come before the arrival that publishes them
+            tl.debug_barrier()
+            arrivals = arrivals_ptr + request * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(arrivals, 1) == num_shares - 1:
+                tl.store(arrivals, 0)
+                combine_shares(
+                    request_out_ptr,
+                    request_lse_ptr,
+                    out_row_ptr,
+                    kv_head * GROUP,
+                    num_splits,
+                    num_shares,
+                    GROUP,
+                    BLOCK_GROUP,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    BLOCK_SPLITS,
+                )
 
 
 def fused_decode_attention_triton(
@@ -330,12 +328,10 @@ def fused_decode_attention_triton(
     scale: float,
     plan: DecodePlan,
     pdl: bool = False,
-    shares: AttentionShares | None = None,
 ) -> None:
     """Write each new token to the cache and its attention to `out`; padding rows get zeros.
 
-    With `shares` the attention goes there uncombined, and `out` is left as it is; the plan must split.  Take `plan` from
-    `decode_plan`.  `pdl` starts the launch before the one in front of it has ended
+    Take `plan` from `decode_plan`.  `pdl` starts the launch before the one in front of it has ended
     (programmatic dependent launch, `mrv2_kernels.gemm.pdl`).  Launches on one device share arrival
     counters, so they must be ordered: on one stream, or by events.  Raises `ValueError` for float64 (only
     the torch twin computes that), for layouts that the kernel cannot read, and for `pdl` on a GPU without it.
@@ -351,13 +347,7 @@ def fused_decode_attention_triton(
     if batch == 0:
         return
     num_splits = plan.num_splits
-    if shares is not None:
-        if num_splits == 1 or shares.plan != plan or shares.out.shape != (batch, num_heads, num_splits, head_dim):
-            raise ValueError(
-                f"fused_decode_attention: shares {tuple(shares.out.shape)} of {shares.plan}, not of {plan}"
-            )
-        partial_out, partial_lse, arrivals = shares.out, shares.lse, shares.seq_lens
-    elif num_splits == 1:
+    if num_splits == 1:
         partial_out = partial_lse = arrivals = out
     elif batch * num_kv_heads > MAX_SPLIT_PAIRS:
         raise ValueError(
@@ -404,7 +394,6 @@ def fused_decode_attention_triton(
         BLOCK_N=plan.block_n,
         BLOCK_SPLITS=next_power_of_2(num_splits),
         BLOCK_GROUP=heads_at_once(group, num_splits, next_power_of_2(head_dim)),
-        COMBINE=shares is None,
         HAS_NORM=norm_weights is not None,
         EPS=eps,
         PDL=pdl,
@@ -447,7 +436,6 @@ def fused_decode_attention_torch(
     scale: float,
     plan: DecodePlan,
     pdl: bool = False,
-    shares: AttentionShares | None = None,
 ) -> None:
     """Reference of `fused_decode_attention`, the implementation of the host backend; never splits."""
     q, k = q.clone(), k.clone()
@@ -479,18 +467,24 @@ def aot_cases() -> list[AotCase]:
         "EPS": 1e-6,
         "PRECISION": "ieee",
         "UNPACK": False,
-        "COMBINE": True,
     }
     qwen3: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64}
     smollm2: dict[str, object] = {"NUM_KV_HEADS": 3, "GROUP": 3, "HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_N": 128}
     normed = shared | qwen3 | {"HAS_NORM": True, "PDL": True, "BLOCK_SPLITS": 32, "BLOCK_GROUP": 2}
-    whole = shared | smollm2 | {"HAS_NORM": False, "PDL": False, "BLOCK_SPLITS": 1, "BLOCK_GROUP": 4}
     eight_bits = signature | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
-    few = normed | {"BLOCK_N": 16, "BLOCK_SPLITS": 4}
     return [
         AotCase(_fused_decode_kernel, signature, normed),
-        AotCase(_fused_decode_kernel, signature, normed | {"COMBINE": False}),
         AotCase(_fused_decode_kernel, eight_bits, normed | {"UNPACK": True}),
-        AotCase(_fused_decode_kernel, signature, few, num_warps=1, max_registers=160),
-        AotCase(_fused_decode_kernel, signature, whole),
+        AotCase(
+            _fused_decode_kernel,
+            signature,
+            normed | {"BLOCK_N": 16, "BLOCK_SPLITS": 4},
+            num_warps=1,
+            max_registers=160,
+        ),
+        AotCase(
+            _fused_decode_kernel,
+            signature,
+            shared | smollm2 | {"HAS_NORM": False, "PDL": False, "BLOCK_SPLITS": 1, "BLOCK_GROUP": 4},
+        ),
     ]

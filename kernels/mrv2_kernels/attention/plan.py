@@ -53,19 +53,6 @@ class DecodeChoice:
     ahead: bool = False
 
 
-@dataclass(frozen=True)
-class AttentionShares:
-    """A decode step's attention, not yet combined: what each share of a context gives (`attention.fused_decode`)."""
-
-    # [B_pad, Hq, num_splits, D] float32; of shares that a context has not, unspecified
-    out: torch.Tensor
-    # [B_pad, Hq, num_splits] float32, base 2
-    lse: torch.Tensor
-    # [B_pad] int32, tokens including the new one; 0 = padding
-    seq_lens: torch.Tensor
-    plan: DecodePlan
-
-
 # largest head size -> pairs -> choice; of Qwen3-0.6B (8 KV heads of 128) and SmolLM2-135M (3 of 64)
 _MEASURED: dict[int, dict[int, DecodeChoice]] = {
     64: {

@@ -1,7 +1,11 @@
-"""Where a product of few rows takes its input from, besides memory as it is: what would else be a kernel before it.
+"""The norm before a product of few rows as a part of that product.
 
-Every program computes the rows that it multiplies, in registers, and puts them into shared memory.  That reads more,
-and is worth a launch less for up to eight rows.
+Every program computes all rows that it multiplies, in registers, and puts them into shared memory.  That reads more,
+and is worth a launch less for few rows: one decoding request of Qwen3-0.6B with 384 tokens of context, all layers with
+attention, 491 us on an H200 where norms of their own make it 515.
+
+Tried there too, and of no help: the product behind decode attention that combines the shares of split contexts itself,
+so that nothing counts arrivals (585 us instead of 515).
 """
 
 from __future__ import annotations
@@ -72,59 +76,3 @@ def normed_sums(
     wide = summed.to(gl.float32)
     inverse_rms = 1.0 / gl.sqrt(gl.sum(wide * wide, axis=1) / num_inputs + EPS)
     return _padded((wide * inverse_rms[:, None] * weight).to(DTYPE), ROWS, BLOCK_M, WIDE_K)
-
-
-@gluon.jit
-def combined_shares(
-    # [M, heads, num_splits, D] float32
-    x_ptr,
-    # [M, heads, num_splits] float32
-    lse_ptr,
-    # [M] int32
-    seq_lens_ptr,
-    num_rows,
-    head,
-    num_heads,
-    tiles_per_split,
-    ROWS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_KEYS: gl.constexpr,
-    NUM_SPLITS: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
-    """Return one head's attention, the mean of the shares weighted by their sums of exponentials.
-
-    How many shares a context has follows from its length, as `attention.fused_decode` counts them.
-    """
-    W: gl.constexpr = gl.num_warps()
-    # shares at once: each warp its part of them
-    ONCE: gl.constexpr = max(W, min(NUM_SPLITS, 16))
-    SHARES: gl.constexpr = gl.BlockedLayout([1, ONCE // W, 4], [1, 1, 32], [1, W, 1], [2, 1, 0])
-    PAIR: gl.constexpr = gl.SliceLayout(2, SHARES)
-    ROW: gl.constexpr = gl.SliceLayout(1, PAIR)
-    m = gl.arange(0, ROWS, ROW)
-    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, SHARES)))[None, None, :]
-    num_cached = gl.maximum(gl.load(seq_lens_ptr + m, mask=m < num_rows, other=0) - 1, 0)
-    num_tiles = (num_cached + BLOCK_KEYS - 1) // BLOCK_KEYS
-    shares = gl.minimum(gl.maximum((num_tiles + tiles_per_split - 1) // tiles_per_split, 1), NUM_SPLITS)
-    first = (m.to(gl.int64)[:, None] * num_heads + head) * NUM_SPLITS
-    top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    for t in gl.static_range(0, NUM_SPLITS, ONCE):
-        s = gl.arange(0, ONCE, gl.SliceLayout(0, PAIR))[None, :] + t
-        mask = (m < num_rows)[:, None] & (s < shares[:, None])
-        top = gl.maximum(top, gl.max(gl.load(lse_ptr + first + s, mask=mask, other=float("-inf")), axis=1))
-    # rows without any context weigh nothing
-    top = gl.where(top == float("-inf"), 0.0, top)
-    weight_sum = gl.zeros([ROWS], gl.float32, ROW)
-    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, gl.SliceLayout(1, SHARES))
-    for t in gl.static_range(0, NUM_SPLITS, ONCE):
-        s = gl.arange(0, ONCE, gl.SliceLayout(0, PAIR))[None, :] + t
-        mask = (m < num_rows)[:, None] & (s < shares[:, None])
-        weights = gl.exp2(gl.load(lse_ptr + first + s, mask=mask, other=float("-inf")) - top[:, None])
-        value = gl.load(x_ptr + gl.expand_dims(first + s, 2) * HEAD_DIM + d, mask=gl.expand_dims(mask, 2), other=0.0)
-        weight_sum += gl.sum(weights, axis=1)
-        acc += gl.sum(value * gl.expand_dims(weights, 2), axis=1)
-    total = gl.where(weight_sum > 0.0, weight_sum, 1.0)
-    out = acc / gl.convert_layout(total, gl.SliceLayout(1, gl.SliceLayout(1, SHARES)))[:, None]
-    return _padded(out.to(DTYPE), ROWS, BLOCK_M, HEAD_DIM)

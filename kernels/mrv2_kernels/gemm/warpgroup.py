@@ -27,8 +27,7 @@ import torch
 from mrv2_kernels._gluon import ampere, blackwell, block_barrier, gl, gluon, hopper
 from mrv2_kernels._triton import cdiv, next_power_of_2
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.attention.plan import AttentionShares
-from mrv2_kernels.gemm._sources import combined_shares, normed_sums
+from mrv2_kernels.gemm._sources import normed_sums
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.gemm.plan import LinearPlan
 
@@ -47,19 +46,14 @@ def _warpgroup_linear_kernel(
     residual_ptr,
     norm_ptr,
     stream_ptr,
-    lse_ptr,
-    seq_lens_ptr,
     num_rows,
     num_outputs,
     num_inputs,
     x_stride,
-    tiles_per_split,
-    SOURCE: gl.constexpr,
-    ROWS: gl.constexpr,
+    # 0 = x is rows as they are
     NUM_SUMS: gl.constexpr,
+    ROWS: gl.constexpr,
     EPS: gl.constexpr,
-    NUM_SHARES: gl.constexpr,
-    BLOCK_KEYS: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -83,7 +77,7 @@ def _warpgroup_linear_kernel(
     first_row = gl.program_id(2) * BLOCK_M
     DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
     w_shared = gl.allocate_shared_memory(DTYPE, [CHUNKS, BLOCK_N, BLOCK_K], SHARED)
-    if SOURCE == "sums":
+    if NUM_SUMS > 0:
         x_wide = gl.allocate_shared_memory(DTYPE, [BLOCK_M, CHUNKS * BLOCK_K], SHARED)
     else:
         x_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], SHARED)
@@ -100,14 +94,14 @@ def _warpgroup_linear_kernel(
         ampere.async_copy.async_copy_global_to_shared(w_shared.index(c), w_ptrs + c * BLOCK_K, mask=mask)
     ampere.async_copy.commit_group()
     x_ptrs = x_ptr + i_m.to(gl.int64) * x_stride + k
-    if SOURCE == "rows":
+    if NUM_SUMS == 0:
         if PDL:
             gdc_wait()
         for c in gl.static_range(STAGES):
             mask = (i_m < num_rows) & (k + c * BLOCK_K < num_inputs)
             ampere.async_copy.async_copy_global_to_shared(x_shared.index(c), x_ptrs + c * BLOCK_K, mask=mask)
             ampere.async_copy.commit_group()
-    elif SOURCE == "sums":
+    else:
         x_wide.store(
             normed_sums(
                 x_ptr,
@@ -125,27 +119,6 @@ def _warpgroup_linear_kernel(
                 PDL,
             )
         )
-    else:
-        if PDL:
-            gdc_wait()
-        for c in gl.static_range(CHUNKS):
-            x_shared.index(c).store(
-                combined_shares(
-                    x_ptr,
-                    lse_ptr,
-                    seq_lens_ptr,
-                    num_rows,
-                    split * CHUNKS + c,
-                    num_inputs // BLOCK_K,
-                    tiles_per_split,
-                    ROWS,
-                    BLOCK_M,
-                    BLOCK_K,
-                    BLOCK_KEYS,
-                    NUM_SHARES,
-                    weight_ptr.dtype.element_ty,
-                )
-            )
     if TENSOR_MEMORY:
         TMEM: gl.constexpr = blackwell.TensorMemoryLayout([BLOCK_N, BLOCK_M], col_stride=1)
         memory = blackwell.allocate_tensor_memory(gl.float32, [BLOCK_N, BLOCK_M], TMEM)
@@ -158,7 +131,7 @@ def _warpgroup_linear_kernel(
         )
         acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     for c in gl.static_range(CHUNKS):
-        if SOURCE == "rows":
+        if NUM_SUMS == 0:
             # one group of weights, then one a block of x; this iteration has not refilled yet
             ampere.async_copy.wait_group(min(CHUNKS, STAGES + max(c - 1, 0)) - c - 1)
             # copies wrote what tensor cores read another way
@@ -167,7 +140,7 @@ def _warpgroup_linear_kernel(
             ampere.async_copy.wait_group(0)
             hopper.fence_async_shared()
             block_barrier()
-        if SOURCE == "sums":
+        if NUM_SUMS > 0:
             x = x_wide.slice(c * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
         else:
             x = x_shared.index(c % STAGES).permute((1, 0))
@@ -265,7 +238,7 @@ def warpgroup_linear(
     Raises `ValueError` for a shape that the plan does not suit, and for a gated product whose plan splits its inputs.
     """
     assert x.stride(1) == 1 and x.stride(0) % 16 == 0, f"rows must be contiguous and aligned, strides {x.stride()}"
-    return _launch(_Source("rows", x, x.shape[0], x.stride(0)), weight, plan, out, gated)
+    return _launch(x, weight, plan, out, gated, None)
 
 
 def warpgroup_linear_of_sums(
@@ -284,50 +257,41 @@ def warpgroup_linear_of_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the product [M, N] of the norm of s, and s [M, K]: the partial sums and the residual added; CUDA only.
 
-    Raises `ValueError` for a shape that the plan does not suit, splits among them.
+    Raises `ValueError` for a shape that the plan does not suit, and for one with splits.
     """
-    if plan.splits > 1:
-        raise ValueError(f"{plan.label}: a norm takes whole rows")
     assert x.is_contiguous() and residual.is_contiguous(), f"contiguous only, strides {x.stride()}, {residual.stride()}"
-    stream = torch.empty_like(residual)
-    source = _Source("sums", x, x.shape[1], 0, residual, norm, stream, num_sums=x.shape[0], eps=eps)
-    return _launch(source, weight, plan, None, gated), stream
-
-
-def warpgroup_linear_of_shares(shares: AttentionShares, weight: torch.Tensor, plan: LinearPlan) -> torch.Tensor:
-    """Return the product of the attention whose shares these are, weight [N, Hq * D]; CUDA only.
-
-    Raises `ValueError` for a shape that the plan does not suit.
-    """
-    source = _Source("shares", shares.out, shares.out.shape[0], 0, shares=shares)
-    return _launch(source, weight, plan, None, False)
+    around = _Around(residual, norm, torch.empty_like(residual), eps)
+    return _launch(x, weight, plan, None, gated, around), around.stream
 
 
 @dataclass(frozen=True)
-class _Source:
-    """What a launch reads x from."""
+class _Around:
+    """What a product of partial sums takes in and gives out besides."""
 
-    kind: str
-    x: torch.Tensor
-    num_rows: int
-    x_stride: int
-    residual: torch.Tensor | None = None
-    norm: torch.Tensor | None = None
-    stream: torch.Tensor | None = None
-    num_sums: int = 1
-    eps: float = 0.0
-    shares: AttentionShares | None = None
+    # [M, K]
+    residual: torch.Tensor
+    # [K]
+    norm: torch.Tensor
+    # [M, K]
+    stream: torch.Tensor
+    eps: float
 
 
 def _launch(
-    source: _Source, weight: torch.Tensor, plan: LinearPlan, out: torch.Tensor | None, gated: bool
+    # [M, K], or [S', M, K] float32
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    out: torch.Tensor | None,
+    gated: bool,
+    around: _Around | None,
 ) -> torch.Tensor:
-    num_rows, num_inputs, num_outputs = source.num_rows, weight.shape[1], weight.shape[0] // (2 if gated else 1)
+    num_rows, num_inputs, num_outputs = x.shape[-2], weight.shape[1], weight.shape[0] // (2 if gated else 1)
     reason = why_not_warpgroup(plan, num_outputs, num_inputs, weight.dtype)
-    if plan.splits > 1 and gated:
-        reason = "the gate takes whole sums"
-    if source.kind != "rows":
-        reason = reason or _why_not_made(plan, source, num_inputs)
+    if plan.splits > 1 and (gated or around is not None):
+        reason = "a gate takes whole sums, a norm whole rows"
+    if around is not None and (num_rows > plan.block_m or num_inputs != next_power_of_2(num_inputs)):
+        reason = f"{num_rows} rows of {num_inputs}: norms of {plan.block_m} rows of a power of two at most"
     if reason is not None:
         raise ValueError(f"{plan.label}: {reason}")
     assert weight.is_contiguous(), f"weights must be contiguous, strides {weight.stride()}"
@@ -338,37 +302,30 @@ def _launch(
     if num_rows == 0:
         return out
     # Blackwell's tensor cores keep their sums in a memory of their own
-    tensor_memory = torch.cuda.get_device_capability(weight.device) >= (10, 0)
-    pdl = plan.ahead and has_pdl(weight)
+    tensor_memory = torch.cuda.get_device_capability(x.device) >= (10, 0)
+    pdl = plan.ahead and has_pdl(x)
     width = plan.block_n // (2 if gated else 1)
     chunks, stages = _blocks(plan, num_inputs)
-    shares = source.shares
     _warpgroup_linear_kernel[(cdiv(num_outputs, width), plan.splits, cdiv(num_rows, plan.block_m))](
-        source.x,
+        x,
         weight,
         out,
-        weight if source.residual is None else source.residual,
-        weight if source.norm is None else source.norm,
-        weight if source.stream is None else source.stream,
-        source.x if shares is None else shares.lse,
-        source.x if shares is None else shares.seq_lens,
+        weight if around is None else around.residual,
+        weight if around is None else around.norm,
+        weight if around is None else around.stream,
         num_rows,
         num_outputs,
         num_inputs,
-        source.x_stride,
-        1 if shares is None else shares.plan.tiles_per_split,
-        SOURCE=source.kind,
-        ROWS=1 if source.kind == "rows" else next_power_of_2(num_rows),
-        NUM_SUMS=source.num_sums,
-        EPS=source.eps,
-        NUM_SHARES=1 if shares is None else shares.plan.num_splits,
-        BLOCK_KEYS=1 if shares is None else shares.plan.block_n,
+        x.stride(-2),
+        NUM_SUMS=0 if around is None else x.shape[0],
+        ROWS=1 if around is None else next_power_of_2(num_rows),
+        EPS=0.0 if around is None else around.eps,
         GATED=gated,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=_block_k(plan),
         CHUNKS=chunks,
-        STAGES=chunks if source.kind == "shares" else stages,
+        STAGES=stages,
         TENSOR_MEMORY=tensor_memory,
         PDL=pdl,
         num_warps=plan.num_warps,
@@ -377,28 +334,28 @@ def _launch(
     return out
 
 
-def _why_not_made(plan: LinearPlan, source: _Source, num_inputs: int) -> str | None:
-    """Return why a program cannot make its rows itself, or None."""
-    if source.num_rows > plan.block_m:
-        return f"{source.num_rows} rows: a program makes {plan.block_m}"
-    if source.kind == "sums" and num_inputs != next_power_of_2(num_inputs):
-        return f"{num_inputs} inputs: a norm takes a power of two"
-    if source.kind == "shares" and (source.x.shape[3] != _block_k(plan) or num_inputs % (plan.splits * _block_k(plan))):
-        return f"heads of {source.x.shape[3]}: {_block_k(plan)} only, whole ones in each split"
-    return None
-
-
 def aot_cases() -> list[AotCase]:
     """Return representative signatures: whole inputs through a ring of x, with a gate, split ones, two warp groups."""
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    names = ("x_ptr", "weight_ptr", "out_ptr", "residual_ptr", "norm_ptr", "stream_ptr")
+    pointers = dict.fromkeys(names, "*bf16")
     sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride"), "i32")
     signature = pointers | sizes
-    constants: dict[str, object] = {"BLOCK_N": BLOCK_N, "BLOCK_K": 128, "PDL": True}
+    constants: dict[str, object] = {
+        "NUM_SUMS": 0,
+        "ROWS": 1,
+        "EPS": 0.0,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": 128,
+        "PDL": True,
+    }
     whole: dict[str, object] = constants | {"GATED": False, "BLOCK_M": 64, "CHUNKS": 8, "STAGES": 5}
+    few: dict[str, object] = {"GATED": True, "BLOCK_M": 8, "STAGES": 8}
     aligned = frozenset(signature) - {"num_rows"}
     shapes: tuple[tuple[dict[str, str], dict[str, object], int], ...] = (
         ({}, {}, 4),
-        ({}, {"GATED": True, "BLOCK_M": 16, "STAGES": 8}, 4),
+        ({}, few, 4),
+        ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 8, "ROWS": 1, "EPS": 1e-6}, 4),
+        ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 2, "ROWS": 8, "EPS": 1e-6}, 4),
         ({"out_ptr": "*fp32"}, {"CHUNKS": 4, "STAGES": 4}, 4),
         ({}, {"GATED": True, "BLOCK_M": 256, "BLOCK_K": 64, "CHUNKS": 16, "STAGES": 3}, 8),
     )
