@@ -21,5 +21,7 @@ class AotCase:
     signature: dict[str, str]
     constexprs: dict[str, object]
     num_warps: int = 4
+    # that a thread may hold; None = as many as the compiler likes
+    max_registers: int | None = None
     aligned: frozenset[str] = frozenset()
     archs: tuple[int, ...] | None = None

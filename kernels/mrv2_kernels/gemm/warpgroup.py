@@ -20,11 +20,14 @@ Measured on an H200 (traces/bench/h200-gemms.json), the products of Qwen3-0.6B's
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from mrv2_kernels._gluon import ampere, blackwell, block_barrier, gl, gluon, hopper
-from mrv2_kernels._triton import cdiv
+from mrv2_kernels._triton import cdiv, next_power_of_2
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm._sources import normed_sums
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.gemm.plan import LinearPlan
 
@@ -40,10 +43,17 @@ def _warpgroup_linear_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
+    residual_ptr,
+    norm_ptr,
+    stream_ptr,
     num_rows,
     num_outputs,
     num_inputs,
     x_stride,
+    # 0 = x is rows as they are
+    NUM_SUMS: gl.constexpr,
+    ROWS: gl.constexpr,
+    EPS: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -65,8 +75,12 @@ def _warpgroup_linear_kernel(
     tile = gl.program_id(0)
     split = gl.program_id(1)
     first_row = gl.program_id(2) * BLOCK_M
-    w_shared = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [CHUNKS, BLOCK_N, BLOCK_K], SHARED)
-    x_shared = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, BLOCK_K], SHARED)
+    DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
+    w_shared = gl.allocate_shared_memory(DTYPE, [CHUNKS, BLOCK_N, BLOCK_K], SHARED)
+    if NUM_SUMS > 0:
+        x_wide = gl.allocate_shared_memory(DTYPE, [BLOCK_M, CHUNKS * BLOCK_K], SHARED)
+    else:
+        x_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], SHARED)
     i_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))[:, None]
     i_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))[:, None] + first_row
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :] + split * (CHUNKS * BLOCK_K)
@@ -80,12 +94,31 @@ def _warpgroup_linear_kernel(
         ampere.async_copy.async_copy_global_to_shared(w_shared.index(c), w_ptrs + c * BLOCK_K, mask=mask)
     ampere.async_copy.commit_group()
     x_ptrs = x_ptr + i_m.to(gl.int64) * x_stride + k
-    if PDL:
-        gdc_wait()
-    for c in gl.static_range(STAGES):
-        mask = (i_m < num_rows) & (k + c * BLOCK_K < num_inputs)
-        ampere.async_copy.async_copy_global_to_shared(x_shared.index(c), x_ptrs + c * BLOCK_K, mask=mask)
-        ampere.async_copy.commit_group()
+    if NUM_SUMS == 0:
+        if PDL:
+            gdc_wait()
+        for c in gl.static_range(STAGES):
+            mask = (i_m < num_rows) & (k + c * BLOCK_K < num_inputs)
+            ampere.async_copy.async_copy_global_to_shared(x_shared.index(c), x_ptrs + c * BLOCK_K, mask=mask)
+            ampere.async_copy.commit_group()
+    else:
+        x_wide.store(
+            normed_sums(
+                x_ptr,
+                residual_ptr,
+                norm_ptr,
+                stream_ptr,
+                num_rows,
+                num_inputs,
+                tile == 0,
+                NUM_SUMS,
+                EPS,
+                ROWS,
+                BLOCK_M,
+                CHUNKS * BLOCK_K,
+                PDL,
+            )
+        )
     if TENSOR_MEMORY:
         TMEM: gl.constexpr = blackwell.TensorMemoryLayout([BLOCK_N, BLOCK_M], col_stride=1)
         memory = blackwell.allocate_tensor_memory(gl.float32, [BLOCK_N, BLOCK_M], TMEM)
@@ -98,11 +131,19 @@ def _warpgroup_linear_kernel(
         )
         acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     for c in gl.static_range(CHUNKS):
-        # one group of weights, then one a block of x; this iteration has not refilled yet
-        ampere.async_copy.wait_group(min(CHUNKS, STAGES + max(c - 1, 0)) - c - 1)
-        # copies wrote what tensor cores read another way
-        hopper.fence_async_shared()
-        x = x_shared.index(c % STAGES).permute((1, 0))
+        if NUM_SUMS == 0:
+            # one group of weights, then one a block of x; this iteration has not refilled yet
+            ampere.async_copy.wait_group(min(CHUNKS, STAGES + max(c - 1, 0)) - c - 1)
+            # copies wrote what tensor cores read another way
+            hopper.fence_async_shared()
+        elif c == 0:
+            ampere.async_copy.wait_group(0)
+            hopper.fence_async_shared()
+            block_barrier()
+        if NUM_SUMS > 0:
+            x = x_wide.slice(c * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
+        else:
+            x = x_shared.index(c % STAGES).permute((1, 0))
         if TENSOR_MEMORY:
             # every thread's copies have come
             block_barrier()
@@ -196,18 +237,68 @@ def warpgroup_linear(
 
     Raises `ValueError` for a shape that the plan does not suit, and for a gated product whose plan splits its inputs.
     """
-    (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0] // (2 if gated else 1)
-    reason = why_not_warpgroup(plan, num_outputs, num_inputs, x.dtype)
-    if plan.splits > 1 and gated:
-        reason = "the gate takes whole sums"
+    assert x.stride(1) == 1 and x.stride(0) % 16 == 0, f"rows must be contiguous and aligned, strides {x.stride()}"
+    return _launch(x, weight, plan, out, gated, None)
+
+
+def warpgroup_linear_of_sums(
+    # [S', M, K] float32
+    x: torch.Tensor,
+    # [M, K]
+    residual: torch.Tensor,
+    # [K]
+    norm: torch.Tensor,
+    eps: float,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product [M, N] of the norm of s, and s [M, K]: the partial sums and the residual added; CUDA only.
+
+    Raises `ValueError` for a shape that the plan does not suit, and for one with splits.
+    """
+    assert x.is_contiguous() and residual.is_contiguous(), f"contiguous only, strides {x.stride()}, {residual.stride()}"
+    around = _Around(residual, norm, torch.empty_like(residual), eps)
+    return _launch(x, weight, plan, None, gated, around), around.stream
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a product of partial sums takes in and gives out besides."""
+
+    # [M, K]
+    residual: torch.Tensor
+    # [K]
+    norm: torch.Tensor
+    # [M, K]
+    stream: torch.Tensor
+    eps: float
+
+
+def _launch(
+    # [M, K], or [S', M, K] float32
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    out: torch.Tensor | None,
+    gated: bool,
+    around: _Around | None,
+) -> torch.Tensor:
+    num_rows, num_inputs, num_outputs = x.shape[-2], weight.shape[1], weight.shape[0] // (2 if gated else 1)
+    reason = why_not_warpgroup(plan, num_outputs, num_inputs, weight.dtype)
+    if plan.splits > 1 and (gated or around is not None):
+        reason = "a gate takes whole sums, a norm whole rows"
+    if around is not None and (num_rows > plan.block_m or num_inputs != next_power_of_2(num_inputs)):
+        reason = f"{num_rows} rows of {num_inputs}: norms of {plan.block_m} rows of a power of two at most"
     if reason is not None:
         raise ValueError(f"{plan.label}: {reason}")
-    assert x.stride(1) == 1 and x.stride(0) % 16 == 0, f"rows must be contiguous and aligned, strides {x.stride()}"
     assert weight.is_contiguous(), f"weights must be contiguous, strides {weight.stride()}"
     if out is None:
         partial = plan.splits > 1
         shape = (plan.splits, num_rows, num_outputs) if partial else (num_rows, num_outputs)
-        out = x.new_empty(shape, dtype=torch.float32 if partial else None)
+        out = weight.new_empty(shape, dtype=torch.float32 if partial else None)
     if num_rows == 0:
         return out
     # Blackwell's tensor cores keep their sums in a memory of their own
@@ -219,10 +310,16 @@ def warpgroup_linear(
         x,
         weight,
         out,
+        weight if around is None else around.residual,
+        weight if around is None else around.norm,
+        weight if around is None else around.stream,
         num_rows,
         num_outputs,
         num_inputs,
-        x.stride(0),
+        x.stride(-2),
+        NUM_SUMS=0 if around is None else x.shape[0],
+        ROWS=1 if around is None else next_power_of_2(num_rows),
+        EPS=0.0 if around is None else around.eps,
         GATED=gated,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
@@ -239,15 +336,26 @@ def warpgroup_linear(
 
 def aot_cases() -> list[AotCase]:
     """Return representative signatures: whole inputs through a ring of x, with a gate, split ones, two warp groups."""
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    names = ("x_ptr", "weight_ptr", "out_ptr", "residual_ptr", "norm_ptr", "stream_ptr")
+    pointers = dict.fromkeys(names, "*bf16")
     sizes = dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "x_stride"), "i32")
     signature = pointers | sizes
-    constants: dict[str, object] = {"BLOCK_N": BLOCK_N, "BLOCK_K": 128, "PDL": True}
+    constants: dict[str, object] = {
+        "NUM_SUMS": 0,
+        "ROWS": 1,
+        "EPS": 0.0,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": 128,
+        "PDL": True,
+    }
     whole: dict[str, object] = constants | {"GATED": False, "BLOCK_M": 64, "CHUNKS": 8, "STAGES": 5}
+    few: dict[str, object] = {"GATED": True, "BLOCK_M": 8, "STAGES": 8}
     aligned = frozenset(signature) - {"num_rows"}
     shapes: tuple[tuple[dict[str, str], dict[str, object], int], ...] = (
         ({}, {}, 4),
-        ({}, {"GATED": True, "BLOCK_M": 16, "STAGES": 8}, 4),
+        ({}, few, 4),
+        ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 8, "ROWS": 1, "EPS": 1e-6}, 4),
+        ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 2, "ROWS": 8, "EPS": 1e-6}, 4),
         ({"out_ptr": "*fp32"}, {"CHUNKS": 4, "STAGES": 4}, 4),
         ({}, {"GATED": True, "BLOCK_M": 256, "BLOCK_K": 64, "CHUNKS": 16, "STAGES": 3}, 8),
     )
