@@ -1,7 +1,7 @@
 """Compile every kernel for GPUs that need not be present: ``python -m mrv2_kernels.aot --check``.
 
 Prints one line a kernel and target, ``ok sm_90 _decode_kernel`` or ``FAIL sm_90 _decode_kernel: why``,
-and exits with 1 if any failed.  Compiled kernels are cached under ``.cache/aot`` by Triton's own key (source of
+and exits with 1 if any failed: to compile, or to stay within what a program has (`why_too_large`).  Compiled kernels are cached under ``.cache/aot`` by Triton's own key (source of
 the kernel and of all it calls, signature, constants, target, Triton version).
 """
 
@@ -11,9 +11,12 @@ import argparse
 import importlib
 import os
 import pkgutil
+import re
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +26,8 @@ from mrv2_kernels.aot_case import AotCase
 
 # Hopper, Blackwell (GB200), Blackwell Ultra (GB300)
 ARCHS = (90, 100, 103)
+# of shared memory that a program may have on each of them
+MAX_SHARED_BYTES = 227 << 10
 
 
 def kernel_name(kernel: Any) -> str:
@@ -84,17 +89,40 @@ def compile_case(case: AotCase, arch: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
+def stack_bytes(compiled: Any) -> int:
+    """Return the bytes that a thread of a compiled kernel spills to memory, as the tool in Triton's wheel reads them."""
+    import triton
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", shown)
+    if found is None:
+        raise ValueError(f"no STACK in {shown[:200]!r}")
+    return int(found[1])
+
+
+def why_too_large(case: AotCase, compiled: Any) -> str | None:
+    """Return why a compiled case cannot be launched or is slower than its kernel relies on, or None."""
+    if compiled.metadata.shared > MAX_SHARED_BYTES:
+        return f"{compiled.metadata.shared} bytes of shared memory, a program has {MAX_SHARED_BYTES}"
+    spilled = 0 if case.may_spill else stack_bytes(compiled)
+    return f"a thread spills {spilled} bytes of registers" if spilled else None
+
+
 def _check(index: int, archs: tuple[int, ...]) -> list[str]:
     case = all_cases()[index]
     lines = []
     for arch in archs if case.archs is None else sorted({*archs} & {*case.archs}):
         subject = f"sm_{arch} {kernel_name(case.kernel)}"
         try:
-            compile_case(case, arch)
+            reason = why_too_large(case, compile_case(case, arch))
         except Exception as error:  # any failure of any compiler stage is a finding, not a crash
             lines.append(f"FAIL {subject}: {' '.join(str(error).split())[:500]}")
         else:
-            lines.append(f"ok {subject}")
+            lines.append(f"ok {subject}" if reason is None else f"FAIL {subject}: {reason}")
     return lines
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from mrv2_kernels.aot import ARCHS, all_cases, declared_kernels, kernel_name
+from mrv2_kernels import aot
+from mrv2_kernels.aot import ARCHS, MAX_SHARED_BYTES, all_cases, declared_kernels, kernel_name, why_too_large
+from mrv2_kernels.aot_case import AotCase
 
-CASED = sorted({kernel_name(case.kernel) for case in all_cases()})
+CASES = all_cases()
+CASED = sorted({kernel_name(case.kernel) for case in CASES})
 
 
 # half a minute of two idle cores, nothing once it is cached; far more beside a busy neighbour
@@ -32,9 +36,59 @@ def report() -> list[str]:
 @pytest.mark.parametrize("kernel", CASED)
 def test_kernel_compiles(report: list[str], kernel: str, arch: int) -> None:
     lines = [line for line in report if line.split(":")[0].split()[1:] == [f"sm_{arch}", kernel]]
-    assert lines, f"the report has no line about {kernel} for sm_{arch}"
+    # a case may be for some targets only
+    wanted = [case for case in CASES if kernel_name(case.kernel) == kernel and arch in (case.archs or ARCHS)]
+    assert len(lines) == len(wanted), f"{len(wanted)} cases of {kernel} for sm_{arch}, the report has {len(lines)}"
     assert all(line.startswith("ok ") for line in lines), "\n".join(lines)
 
 
 def test_every_kernel_has_a_case() -> None:
     assert sorted(set(declared_kernels()) - set(CASED)) == [], "add these to aot_cases() of their module"
+
+
+def test_every_kernel_has_a_case_for_every_target() -> None:
+    for kernel in CASED:
+        archs = {arch for case in CASES if kernel_name(case.kernel) == kernel for arch in case.archs or ARCHS}
+        assert archs == set(ARCHS), kernel
+
+
+def test_a_check_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too much shared memory never does; registers must only where a case says so."""
+    fits, exceeds = (SimpleNamespace(metadata=SimpleNamespace(shared=MAX_SHARED_BYTES + more)) for more in (0, 1))
+    lax, strict = AotCase(None, {}, {}), AotCase(None, {}, {}, may_spill=False)
+    for spilled in (0, 8):
+        monkeypatch.setattr(aot, "stack_bytes", lambda _, spilled=spilled: spilled)
+        assert why_too_large(lax, fits) is None
+        assert (why_too_large(strict, fits) is None) == (spilled == 0)
+        assert "232449 bytes of shared memory" in (why_too_large(lax, exceeds) or "")
+
+
+def test_the_tool_that_reads_a_kernels_stack_finds_what_it_spills(tmp_path) -> None:
+    """Two kernels of this test: one keeps an array, which it indexes at run time, in memory; one needs none."""
+    triton = pytest.importorskip("triton")
+    sources = {
+        "spills": "local .align 4 .b8 kept[512];",
+        "fits": "reg .b32 unused;",
+    }
+    body = {
+        "spills": """
+            cvt.u64.u32 %at, %tid.x; shl.b64 %at, %at, 2; mov.u64 %base, kept; add.u64 %at, %at, %base;
+            st.local.u32 [%at], %value; ld.local.u32 %value, [kept];""",
+        "fits": "",
+    }
+    found = {}
+    for name, declared in sources.items():
+        ptx = f""".version 8.0
+            .target sm_90
+            .address_size 64
+            .visible .entry {name}(.param .u64 out) {{
+                .reg .b64 %at, %base, %out; .reg .b32 %value;
+                .{declared}
+                ld.param.u64 %out, [out]; ld.global.u32 %value, [%out];{body[name]}
+                st.global.u32 [%out], %value; ret;
+            }}"""
+        source, cubin = tmp_path / f"{name}.ptx", tmp_path / f"{name}.cubin"
+        source.write_text(ptx)
+        subprocess.run([triton.knobs.nvidia.ptxas.path, "-arch=sm_90", source, "-o", cubin], check=True)
+        found[name] = aot.stack_bytes(SimpleNamespace(asm={"cubin": cubin.read_bytes()}))
+    assert found == {"spills": 512, "fits": 0}

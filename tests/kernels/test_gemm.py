@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrv2_kernels.gemm import LIBRARY, LinearPlan, LinearWorkspace, linear, why_not, workspace_for
+from mrv2_kernels.gemm import (
+    LIBRARY,
+    LinearPlan,
+    LinearWorkspace,
+    fused_linear,
+    linear,
+    linear_parts,
+    why_not,
+    workspace_for,
+)
 from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
 
 # one rounding of the result and a little for sums of up to 3072 terms of size one
@@ -122,6 +131,18 @@ def test_the_reference_and_the_library_are_the_product() -> None:
         (LinearPlan("resident", block_m=8), (1, 64, 64), "at least 16 x 8"),
         (LinearPlan("resident", splits=4), (1, 64, 512), "nothing to the last of 4"),
         (LinearPlan("resident", block_n=8), (1, 64, 3072), None),
+        (LinearPlan("warpgroup", 8, 32), (8, 64, 256), "64 outputs"),
+        (LinearPlan("warpgroup", 512, 64), (8, 64, 256), "8 to 256 rows for each 4 warps"),
+        (LinearPlan("warpgroup", 8, 64, num_warps=8), (8, 64, 256), "8 to 256 rows for each 4 warps"),
+        (LinearPlan("warpgroup", 64, 64, num_warps=2), (8, 64, 256), "for each 4 warps"),
+        (LinearPlan("warpgroup", 8, 64), (8, 72, 256), "multiples of 16"),
+        (LinearPlan("warpgroup", 8, 64), (8, 64, 264), "multiples of 16"),
+        (LinearPlan("warpgroup", 8, 64, splits=12), (8, 1024, 2048), "nothing to the last of 12"),
+        (LinearPlan("warpgroup", 8, 64), (8, 1024, 2048), "no shared memory for two blocks"),
+        # 256 rows take smaller blocks
+        (LinearPlan("warpgroup", 256, 64, splits=2), (256, 1024, 3072), "no shared memory for two blocks"),
+        (LinearPlan("warpgroup", 8, 64, splits=12), (8, 1024, 3072), None),
+        (LinearPlan("warpgroup", 256, 64, num_warps=8), (256, 4096, 1024), None),
         (LinearPlan("library"), (999, 7, 3), None),
     ],
 )
@@ -130,8 +151,51 @@ def test_what_does_not_suit_a_plan_is_said(plan: LinearPlan, shape: tuple[int, i
     assert found is None if reason is None else found is not None and reason in found
 
 
-def test_only_half_precision_is_resident() -> None:
-    assert "float32" in (why_not(LinearPlan("resident"), 1, 64, 64, torch.float32) or "")
+@pytest.mark.parametrize(
+    "plan", [LinearPlan("resident"), LinearPlan("warpgroup", 8, 64)], ids=lambda plan: plan.variant
+)
+def test_only_half_precision_goes_to_shared_memory(plan: LinearPlan) -> None:
+    assert "float32" in (why_not(plan, 1, 64, 64, torch.float32) or "")
+    assert why_not(plan, 1, 64, 64, torch.float16) is None
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+def test_the_parts_of_a_product_add_up_to_it(splits: int) -> None:
+    x, weight = made_up(7, 80, 272, torch.float16)
+    found = linear_parts(x, weight, LinearPlan("warpgroup", 8, 64, splits))
+    assert found.shape == ((7, 80) if splits == 1 else (splits, 7, 80))
+    assert found.dtype == (torch.float16 if splits == 1 else torch.float32)
+    assert_close(found.double().view(-1, 7, 80).sum(0).to(torch.float16), x.double() @ weight.double().T)
+    if splits > 1:
+        assert all(part.any() for part in found)
+    out = torch.full_like(found, float("nan"))
+    assert linear_parts(x, weight, LinearPlan("warpgroup", 8, 64, splits), out=out) is out and torch.equal(out, found)
+
+
+def test_a_gated_product_in_parts_is_its_activation() -> None:
+    x, weight = made_up(7, 96, 272, torch.float16)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    assert_close(linear_parts(x, weight, LinearPlan("warpgroup", 8, 64), gated=True), gate * gate.sigmoid() * up)
+
+
+def test_what_products_in_parts_refuse() -> None:
+    whole, split = LinearPlan("warpgroup", 8, 64), LinearPlan("warpgroup", 8, 64, splits=2)
+    x, weight = made_up(7, 128, 512, torch.float16)
+    with pytest.raises(ValueError, match="gate takes whole sums"):
+        linear_parts.triton(x, weight, split, gated=True)
+    with pytest.raises(ValueError, match="only warpgroup leaves sums"):
+        linear_parts.triton(x, weight, LinearPlan("resident"))
+    with pytest.raises(ValueError, match="float32"):
+        linear_parts.triton(x.float(), weight.float(), whole)
+    with pytest.raises(ValueError, match="outputs of 512 inputs: both must be multiples of 16"):
+        # half of them stay behind the gate
+        linear_parts.triton(x, weight[:48], whole, gated=True)
+    with pytest.raises(ValueError, match="`linear_parts` takes partial ones"):
+        linear.triton(x, weight, split)
+    with pytest.raises(ValueError, match="16-bit weights only"):
+        linear.triton(x, weight, whole, scale=torch.ones(128))
+    with pytest.raises(ValueError, match="bare products only"):
+        fused_linear.triton(x, weight, whole, gated=True)
 
 
 @pytest.mark.parametrize("fields", [{"variant": "fast"}, {"block_n": 24}, {"splits": 0}, {"num_warps": 3}])

@@ -67,6 +67,52 @@ def test_rms_norm_with_residual_also_returns_the_rounded_sum(twin: str, dtype: t
     _close(out, _normed(summed, weight))
 
 
+# sums over S splits [S, T, H] float32 of what a product of the given dtype would return
+def _partials(splits: int, hidden: int) -> torch.Tensor:
+    """Made so that the order of additions shows, and whether the total is rounded before the residual is added."""
+    torch.manual_seed(splits)
+    return torch.randn(splits, 4, hidden) * torch.logspace(2, -2, splits)[:, None, None]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("splits, hidden", [(2, 96), (5, 64), (16, 100)])
+def test_rms_norm_adds_partial_sums(
+    twin: str, splits: int, hidden: int, dtype: torch.dtype, with_residual: bool
+) -> None:
+    partials, weight = _partials(splits, hidden), torch.randn(hidden).to(dtype)
+    before = partials.clone()
+    residual = torch.randn(4, hidden).to(dtype) if with_residual else None
+    # in their order, in float32; rounded once, as the product by itself would be
+    total = partials[0]
+    for part in partials[1:]:
+        total = total + part
+    x = total.to(dtype)
+    assert (x.double() - partials.double().sum(0)).abs().max() <= 2e-3 * partials.abs().max()
+    found = getattr(rms_norm, twin)(partials, weight, EPS, residual)
+    assert torch.equal(partials, before)
+    if residual is None:
+        out = found
+        _close(out, _normed(x, weight))
+    else:
+        out, summed = found
+        assert torch.equal(summed, x + residual), "the bits of the product alone and an addition behind it"
+        _close(out, _normed(summed, weight))
+    assert out.dtype == dtype and out.shape == (4, hidden)
+    # the same bits as the norm of that product
+    alone = getattr(rms_norm, twin)(x, weight, EPS, residual)
+    assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_partial_sums_are_rounded_before_the_residual_is_added(twin: str, dtype: torch.dtype) -> None:
+    """1 + 3 / 4 eps rounds up to 1 + eps; behind the residual -1 a sum that was not rounded leaves 3 / 4 of it."""
+    step = torch.finfo(torch.float16).eps if dtype == torch.float16 else 2.0**-23
+    partials = torch.stack([torch.full((2, 64), 1.0), torch.full((2, 64), 0.75 * step)])
+    _, summed = getattr(rms_norm, twin)(partials, torch.ones(64, dtype=dtype), EPS, -torch.ones(2, 64, dtype=dtype))
+    assert torch.equal(summed, torch.full((2, 64), step, dtype=dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads, kv_heads, dim", [(9, 3, 64), (4, 2, 128), (3, 1, 96)])
 def test_rotary_embedding_in_place_on_views_of_qkv(
@@ -116,4 +162,6 @@ def test_no_tokens_are_no_work(twin: str) -> None:
     weight = torch.ones(64)
     getattr(qk_norm_rope, twin)(q, k, weight, weight, EPS, _cos_sin(4, 64, torch.float32), torch.zeros(0).int())
     assert getattr(rms_norm, twin)(torch.empty(0, 64), weight, EPS).shape == (0, 64)
+    added = getattr(rms_norm, twin)(torch.empty(3, 0, 64), weight, EPS, torch.empty(0, 64))
+    assert [each.shape for each in added] == [(0, 64), (0, 64)]
     assert getattr(silu_and_mul, twin)(torch.empty(0, 64)).shape == (0, 32)

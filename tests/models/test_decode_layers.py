@@ -1,4 +1,7 @@
-"""A layer whose products take in what surrounds them is the layer, on the host's references in float64."""
+"""A layer whose products take in what surrounds them, or leave sums to its norms, is the layer.
+
+On the host's references in float64.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import mrv2_models.layers
 from models.paged_harness import PagedHarness
 from mrv2_kernels.gemm import LIBRARY, LinearPlan, ProductPicks
 from mrv2_kernels.gemm.picks import Pick
-from mrv2_models.causal_lm import CausalLM
+from mrv2_models.causal_lm import CausalLM, DecoderLayer
 from mrv2_models.drafters.loading import random_head
-from mrv2_models.layers import Linear, share_workspace
+from mrv2_models.layers import Linear, Placement, share_workspace
 from mrv2_models.registry import load_model
 
 GEMV = LinearPlan("gemv")
+# of products whose sums somebody adds, and of others
+PARTS, WHOLE = LinearPlan("warpgroup", 8, 64, splits=3), LinearPlan("warpgroup", 8, 64)
 PROMPTS = {"a": list(range(3, 20)), "b": [7, 9, 11]}
 STEPS = [PROMPTS, {"a": [5], "b": [6]}, {"a": [8]}, {"a": [1], "b": [2]}]
 
@@ -63,6 +69,145 @@ def test_a_layer_that_drafts_may_fuse_too() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
+def give_parts(model: nn.Module, num_rows: int, *, whole: LinearPlan = WHOLE) -> int:
+    """Have the products of decoder layers in parts up to a number of rows; return how many leave partial sums."""
+    num_split = 0
+    for layer in model.modules():
+        if isinstance(layer, DecoderLayer):
+            for each, plan in (
+                (layer.attention.qkv, whole),
+                (layer.attention.o, PARTS),
+                (layer.mlp.gate_up, whole),
+                (layer.mlp.down, PARTS),
+            ):
+                each.picks = ProductPicks((num_rows,), (Pick(LIBRARY, parts=plan),))
+                num_split += plan is PARTS
+    return num_split
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of the partial sums that norms add."""
+    shapes: list[torch.Size] = []
+    right = mrv2_models.layers.rms_norm
+
+    def seen(x: torch.Tensor, *args: object) -> object:
+        if x.dim() == 3:
+            shapes.append(x.shape)
+        return right(x, *args)
+
+    monkeypatch.setattr(mrv2_models.layers, "rms_norm", seen)
+    return shapes
+
+
+@pytest.mark.parametrize("num_rows", [2, 64])
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
+def test_layers_in_parts_compute_what_separate_kernels_do(
+    preset: str, num_rows: int, added: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(preset, load_format="dummy", dtype=torch.float64)
+    expected = logits(model)
+    num_split = give_parts(model, num_rows)
+    right = mrv2_models.layers.silu_and_mul
+
+    def for_prompts(x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[0] > num_rows, "a gated product in parts has no activation kernel"
+        return right(x)
+
+    monkeypatch.setattr(mrv2_models.layers, "silu_and_mul", for_prompts)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
+    sizes = [sum(map(len, tokens.values())) for tokens in STEPS]
+    assert added == [
+        (3, rows, model.config.hidden_size) for rows in sizes if rows <= num_rows for _ in range(num_split)
+    ]
+
+
+def test_partial_sums_go_only_to_who_adds_them(added: list[torch.Size]) -> None:
+    """Rotation, attention and activation read whole sums, whatever a table says of the product before them."""
+    model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
+    expected = logits(model)
+    give_parts(model, 64, whole=PARTS)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
+    assert added and all(shape[-1] == model.config.hidden_size for shape in added)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_layer_may_be_in_parts_in_part(index: int) -> None:
+    model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
+    expected = logits(model)
+    give_parts(model, 64)
+    for each in products(model)[index::4]:
+        each.picks = ProductPicks()
+    torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_layer_that_fuses_reads_no_parts(added: list[torch.Size]) -> None:
+    """Were both in a table, a layer would be fused, as `DecoderLayer` asks that first."""
+    model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
+    expected = logits(model)
+    for each in products(model):
+        each.picks = ProductPicks((64,), (Pick(LIBRARY, GEMV, PARTS),))
+    torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
+    assert not added
+
+
+def test_what_is_tapped_is_whole(added: list[torch.Size]) -> None:
+    """A drafter sees the residual stream after any layer, the first and the last, the same one twice."""
+    model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
+    last = model.config.num_hidden_layers
+    model.aux_layer_ids = (0, 1, last, 1)
+    results = []
+    for in_parts in (False, True):
+        if in_parts:
+            give_parts(model, 64)
+        harness = PagedHarness(model)
+        batch = harness.batch(PROMPTS)
+        num_rows = sum(map(len, PROMPTS.values()))
+        taps = torch.full((num_rows, 4 * model.config.hidden_size), torch.nan, dtype=torch.float64)
+        inputs, attn = harness.state.prepare_inputs(batch), harness.state.prepare_attn(batch)
+        hidden = model(**inputs, attn=attn, kv_caches=harness.kv_caches, aux_hidden=taps)
+        results.append((hidden, taps))
+    assert added
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+    first, after_one, _, again = results[1][1].chunk(4, dim=1)
+    assert torch.equal(after_one, again) and not torch.equal(first, after_one)
+
+
+def test_a_layer_that_drafts_may_be_in_parts_too(added: list[torch.Size]) -> None:
+    target = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
+    head = random_head("mtp", target)
+    harness = PagedHarness(target)
+    batch = harness.batch({"a": [5], "b": [6]})
+    torch.manual_seed(0)
+    features = torch.randn(2, target.config.hidden_size, dtype=torch.float64)
+    results = []
+    for in_parts in (False, True):
+        if in_parts:
+            assert give_parts(head, 64) == 2
+        inputs = (batch.input_ids, features, batch.positions, harness.state.prepare_attn(batch), harness.kv_caches[0])
+        results.append(head(*inputs))
+    # down's sums have no norm behind them in this head
+    assert len(added) == 1 and results[1].shape == results[0].shape
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_with_a_bias_leaves_no_parts(gated: bool) -> None:
+    torch.manual_seed(0)
+    place = Placement(torch.float64, torch.device("cpu"))
+    product = Linear(48, {"gate": (32, 1), "up": (32, 1)}, split="column", bias=True, place=place)
+    assert product.bias is not None
+    product.weight.normal_()
+    product.bias.normal_()
+    x = torch.randn(5, 48, dtype=torch.float64)
+    expected = product(x, gated=gated, partial=not gated)
+    product.picks = ProductPicks((8,), (Pick(LIBRARY, parts=WHOLE if gated else PARTS),))
+    assert torch.equal(product(x, gated=gated, partial=not gated), expected)
+    out = x @ product.weight.T + product.bias
+    gate, up = out.chunk(2, dim=1)
+    torch.testing.assert_close(expected, gate * gate.sigmoid() * up if gated else out)
+
+
 @pytest.mark.parametrize("index", range(4))
 def test_a_layer_fuses_as_a_whole_or_not_at_all(index: int) -> None:
     model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
@@ -74,7 +219,7 @@ def test_a_layer_fuses_as_a_whole_or_not_at_all(index: int) -> None:
 
 def test_the_host_fuses_nothing() -> None:
     model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.bfloat16)
-    assert not any(each.fuses(m) or each.picks.at(m).plan != LIBRARY for each in products(model) for m in (1, 2, 8))
+    assert all(each.picks.at(m) == Pick() for each in products(model) for m in (1, 2, 8))
 
 
 def test_one_workspace_suits_every_product_that_splits() -> None:
