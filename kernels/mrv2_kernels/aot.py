@@ -1,8 +1,9 @@
 """Compile every kernel for GPUs that need not be present: ``python -m mrv2_kernels.aot --check``.
 
-Prints one line a kernel and target, ``ok sm_90 _decode_kernel`` or ``FAIL sm_90 _decode_kernel: why``,
-and exits with 1 if any failed: to compile, or to stay within what a program has (`why_too_large`).  Compiled kernels are cached under ``.cache/aot`` by Triton's own key (source of
-the kernel and of all it calls, signature, constants, target, Triton version).
+Prints one line a kernel and target, ``ok sm_90 _decode_kernel`` or ``FAIL sm_90 _decode_kernel: why``, and exits with 1
+if any failed: to compile, or to stay within what a program has (`why_too_large`).  Compiled kernels are cached under
+``.cache/aot`` by Triton's own key (source of the kernel and of all it calls, signature, constants, target, Triton
+version).
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def compile_case(case: AotCase, arch: int) -> Any:
 
 
 def stack_bytes(compiled: Any) -> int:
-    """Return the bytes that a thread of a compiled kernel spills to memory, as the tool in Triton's wheel reads them."""
+    """Return the bytes that a thread of a compiled kernel spills to memory; a tool in Triton's wheel tells."""
     import triton
 
     with NamedTemporaryFile(suffix=".cubin") as file:
