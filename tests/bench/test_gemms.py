@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from mrv2.bench.gemm_cases import (
     DTYPE,
     FP8_BUCKETS,
     MAX_FUSED_ROWS,
-    MIN_WARPGROUP_ROWS,
+    MAX_NORMED_ROWS,
     PRODUCTS,
     Form,
     Product,
@@ -27,6 +28,7 @@ from mrv2.bench.gemm_cases import (
     candidates,
     fused_candidates,
     parts_candidates,
+    sums_before,
 )
 from mrv2.bench.gemm_chains import Chain, Chains, Plans
 from mrv2.bench.gemm_check import TOLERANCE, Task, Verdict, check_all, relative_error
@@ -94,7 +96,7 @@ def test_candidates_suit_their_product(product: Product, num_rows: int) -> None:
         *(["gemv"] if num_rows <= MAX_ROWS else []),
         *(["resident"] if num_rows <= 128 else []),
         # the weights of whole long rows leave no room
-        *(["warpgroup"] if num_rows >= MIN_WARPGROUP_ROWS and product.num_inputs <= 1024 else []),
+        *(["warpgroup"] if product.num_inputs <= 1024 else []),
     }
     assert all(plan.splits == 1 for plan in plans if plan.variant == "warpgroup"), "nothing adds a bare product's parts"
     fused = fused_candidates(num_rows, product)
@@ -106,14 +108,21 @@ def test_candidates_suit_their_product(product: Product, num_rows: int) -> None:
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
 def test_candidates_in_parts_suit_their_product(product: Product, num_rows: int) -> None:
     plans = parts_candidates(num_rows, product)
-    assert bool(plans) == (num_rows >= MIN_WARPGROUP_ROWS) and len(plans) == len(set(plans))
+    assert plans and len(plans) == len(set(plans))
     outputs = product.num_outputs // (2 if product.gated else 1)
     assert all(why_not(p, num_rows, outputs, product.num_inputs, DTYPE) is None for p in plans)
     # a norm adds what o and down leave; rotation, attention and a gate read whole sums
     assert all(plan.variant == "warpgroup" and (plan.splits == 1) == product.normed for plan in plans)
     # a chain of the plans in parts, without gate, is timed as well: its kernels are checked as bare products
     if product.gated:
-        assert set(plans) <= set(candidates(num_rows, product))
+        assert {replace(plan, normed=False) for plan in plans} <= set(candidates(num_rows, product))
+    # a program makes as many normed rows as it multiplies
+    assert any(plan.normed for plan in plans) == (product.normed and num_rows <= MAX_NORMED_ROWS)
+    assert all(num_rows <= plan.block_m for plan in plans if plan.normed)
+    if product.normed:
+        before = PRODUCTS[PRODUCTS.index(product) - 1]
+        assert set(sums_before(num_rows, product)) == {plan.splits for plan in parts_candidates(num_rows, before)}
+        assert 8 in sums_before(num_rows, product), "which a product alone is timed with"
     assert not parts_candidates(num_rows, product, "fp8")
     assert not any(plan.variant == "warpgroup" for plan in candidates(num_rows, product, "fp8"))
 
@@ -121,7 +130,7 @@ def test_candidates_in_parts_suit_their_product(product: Product, num_rows: int)
 def test_there_are_few_enough_candidates_for_a_minute() -> None:
     """Each takes 60 ms of a GPU, one process in sixteen compiles and checks ten a second."""
     tasks = [plan for find in CANDIDATES.values() for m in BUCKETS for each in PRODUCTS for plan in find(m, each, None)]
-    assert len(tasks) <= 720
+    assert len(tasks) <= 760
 
 
 @pytest.mark.parametrize("num_rows", FP8_BUCKETS)
@@ -167,12 +176,36 @@ def test_a_check_finds_a_right_product_right_and_a_wrong_one_wrong(
     assert not relative_error(task, cpu) <= TOLERANCE, "an output that nobody wrote passes"
 
 
+@pytest.mark.parametrize("broken", ["sum", "stream", "product"])
+def test_a_check_of_partial_sums_finds_each_part_of_it_wrong(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task(3, PRODUCTS[2], LinearPlan("warpgroup", 8, 64, normed=True), "parts")
+    cpu = torch.device("cpu")
+    assert relative_error(task, cpu) <= TOLERANCE
+    right, counts = gemm_check.linear_of_sums, []
+
+    def wrong(sums: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        counts.append(len(sums))
+        # only of the most sums
+        if len(sums) < sums_before(3, task.product)[-1]:
+            return right(sums, *args, **kwargs)
+        out, stream = right(sums[1:] if broken == "sum" else sums, *args, **kwargs)
+        return (out * 1.1 if broken == "product" else out), (stream * 1.1 if broken == "stream" else stream)
+
+    monkeypatch.setattr(gemm_check, "linear_of_sums", wrong)
+    assert relative_error(task, cpu) > TOLERANCE
+    assert set(counts) == set(sums_before(3, task.product))
+    monkeypatch.setattr(gemm_check, "linear_of_sums", lambda *args, **kwargs: [torch.full((3, 1024), torch.nan)] * 2)
+    monkeypatch.setattr(gemm_check, "gemv_torch", lambda *args, **kwargs: torch.ones(3, 1024, dtype=torch.float64))
+    assert not relative_error(task, cpu) <= TOLERANCE, "NaN passes"
+
+
 def test_tasks_survive_the_way_to_their_process() -> None:
     for task in (
         Task(8, PRODUCTS[2], LinearPlan("resident", 16, 32, 2, 8, 2)),
         Task(1, PRODUCTS[0], LIBRARY, "fused"),
         Task(1, PRODUCTS[0], LinearPlan("resident", early=True), "fused", "fp8"),
         Task(8, PRODUCTS[3], LinearPlan("warpgroup", 8, 64, 12), "parts"),
+        Task(8, PRODUCTS[0], LinearPlan("warpgroup", 8, 64, normed=True), "parts"),
     ):
         assert Task.from_dict(json.loads(json.dumps(task.as_dict()))) == task
 
@@ -301,8 +334,8 @@ def run(chains: Chains, chain: Chain) -> torch.Tensor:
     return chain.result.double()
 
 
-def parts_plans(splits: int) -> Plans:
-    whole, split = LinearPlan("warpgroup"), LinearPlan("warpgroup", splits=splits)
+def parts_plans(splits: int, *, normed: bool = False) -> Plans:
+    whole, split = LinearPlan("warpgroup", normed=normed), LinearPlan("warpgroup", splits=splits)
     return (whole, split, whole, split)
 
 
@@ -323,8 +356,8 @@ def test_every_form_of_a_layer_computes_the_layers(device: Device) -> None:
         gate, up = (normed(stream) @ gate_up.T).chunk(2, dim=1)
         stream = stream + (gate * gate.sigmoid() * up) @ down.T
     expected = normed(stream)
-    forms = (chains.layers(library), chains.fused(library), chains.parts(parts_plans(3)), chains.parts(parts_plans(1)))
-    for chain in forms:
+    in_parts = [chains.parts(parts_plans(splits, normed=normed)) for splits in (1, 3) for normed in (False, True)]
+    for chain in (chains.layers(library), chains.fused(library), *in_parts):
         found = run(chains, chain)
         assert (found - expected).norm() <= 2e-2 * expected.norm()
         # every replay starts from the same input
@@ -352,8 +385,17 @@ def test_exactly_the_fastest_form_that_is_right_is_picked(
     """Costs are made up; the best plans are those that only exchanging one product's plan after another finds."""
     slow, quick, broken = (LinearPlan("resident", 16, block_n) for block_n in (8, 16, 32))
     parts_slow, parts_quick = (LinearPlan("warpgroup", block_m, 64) for block_m in (8, 16))
+    normed = LinearPlan("warpgroup", 8, 64, normed=True)
     Priced.forms = {"alone": 1.0, "layers": 3.0, "fused": 3.5, "parts": 3.5} | {fastest: 2.0}
-    Priced.prices = {LIBRARY: 1.0, slow: 0.1, quick: 0.01, broken: 1e-6, parts_slow: 0.1, parts_quick: 0.01}
+    Priced.prices = {
+        LIBRARY: 1.0,
+        slow: 0.1,
+        quick: 0.01,
+        broken: 1e-6,
+        parts_slow: 0.1,
+        parts_quick: 0.01,
+        normed: 1e-3,
+    }
     monkeypatch.setattr(gemms, "Chains", Priced)
 
     def seconds(_: Stack, launch: Callable[[], None], before: Callable[[], None]) -> float:
@@ -373,14 +415,16 @@ def test_exactly_the_fastest_form_that_is_right_is_picked(
         for form, plans in (
             ("alone", (LIBRARY, slow, quick, broken)),
             ("fused", (slow, quick, broken)),
-            ("parts", (parts_slow, parts_quick)),
+            ("parts", (parts_slow, parts_quick, *([normed] if product.gated else []))),
         )
         for plan in plans
     }
     bucket = gemms._Bucket(Stack(device), 8, LIMIT)
     bucket.measure(verdicts)
     forms = {"layers": {}, "fused": {"fused": quick}, "parts": {"parts": parts_quick}}
-    assert bucket.picks == (Pick(quick, **forms["layers" if wrong else fastest]),) * 4
+    pick = Pick(quick, **forms["layers" if wrong else fastest])
+    gate_up = pick if pick.parts is None else replace(pick, parts=normed)
+    assert bucket.picks == (pick, pick, gate_up, pick)
     named = {each.name: each for each in bucket.chains}
     assert {"library", "picked", "picked, in layers", "picked, fused", "picked, parts"} <= named.keys()
     assert "parts, products alone" in named
@@ -389,6 +433,33 @@ def test_exactly_the_fastest_form_that_is_right_is_picked(
     assert broken.label not in {label for each in bucket.chains for label in each.plans}
     timed = {each.product for each in bucket.products if each.microseconds is not None}
     assert timed == {each.name for each in SMALL} | {f"{each.name}, parts" for each in SMALL}
+
+
+def test_norms_inside_products_are_looked_for_with_few_sums(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pays alone, so exchanging one plan at a time from the fastest alone does not find the two."""
+    many, few = (LinearPlan("warpgroup", 8, 64, splits=splits) for splits in (8, 2))
+    plain, normed = LinearPlan("warpgroup", 8, 64), LinearPlan("warpgroup", 8, 64, normed=True)
+
+    class Joint(Priced):
+        def parts(self, plans: Plans) -> Chain:
+            chain = Chains.parts(self, plans)
+            pays = plans[0].normed and plans[2].normed and plans[1] is few and plans[3] is few
+            chain.launch.__dict__["seconds"] = 2.0 if pays else 2.5 + sum(self.prices[plan] for plan in plans)
+            return chain
+
+    Priced.forms = {"alone": 1.0, "layers": 3.0, "fused": 9.0}
+    Priced.prices = {LIBRARY: 0.0, many: 0.0, few: 0.1, plain: 0.0, normed: 0.1}
+    monkeypatch.setattr(gemms, "Chains", Joint)
+    monkeypatch.setattr(Stack, "graph_seconds", lambda _, launch, before: (before(), launch(), launch.seconds)[2])
+    verdicts = {
+        Task(8, product, plan, form): Verdict(1e-3, None)
+        for product in SMALL
+        for form, plans in (("alone", (LIBRARY,)), ("parts", (plain, normed) if product.normed else (many, few)))
+        for plan in plans
+    }
+    bucket = gemms._Bucket(Stack(device), 8, LIMIT)
+    bucket.measure(verdicts)
+    assert [pick.parts for pick in bucket.picks] == [normed, few, normed, few]
 
 
 def test_it_needs_cuda() -> None:

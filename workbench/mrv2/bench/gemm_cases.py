@@ -25,8 +25,8 @@ NUM_LAYERS = 28
 EPS = 1e-6
 # most rows of products that take in what surrounds them: above, x, read anew by each program, outweighs it
 MAX_FUSED_ROWS = 64
-# fewest rows of products on tensor cores that take rows by the eight
-MIN_WARPGROUP_ROWS = 8
+# most rows of products in parts that take in the norm before them, which every program computes: it has no more
+MAX_NORMED_ROWS = 8
 # rows to which a step's batch is padded
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # of 8-bit weights also those of prompts, up to where the library with weights made 16-bit again is the fastest
@@ -92,8 +92,16 @@ def parts_candidates(num_rows: int, product: Product, quantization: Quantization
         return []
     # rotary embedding and attention read whole sums, and so does a gate
     plans = _warpgroup(num_rows, product, (1,) if product.normed else (2, 4, 8, 12, 16))
+    if product.normed and num_rows <= MAX_NORMED_ROWS:
+        plans += [replace(plan, normed=True) for plan in plans]
     num_outputs = product.num_outputs // (2 if product.gated else 1)
     return [plan for plan in plans if _suits(plan, num_rows, product, num_outputs, quantization)]
+
+
+def sums_before(num_rows: int, product: Product) -> tuple[int, ...]:
+    """Return in how many parts the product before one in a layer may leave its sums."""
+    before = PRODUCTS[PRODUCTS.index(product) - 1]
+    return tuple(sorted({plan.splits for plan in parts_candidates(num_rows, before)}))
 
 
 CANDIDATES: dict[Form, Callable[[int, Product, Quantization | None], list[LinearPlan]]] = {
@@ -159,9 +167,8 @@ def _turned(num_rows: int, product: Product) -> list[LinearPlan]:
 
 
 def _warpgroup(num_rows: int, product: Product, splits: tuple[int, ...]) -> list[LinearPlan]:
-    if num_rows < MIN_WARPGROUP_ROWS:
-        return []
-    top = min(256, next_power_of_2(num_rows))
+    # tensor cores take rows by the eight
+    top = min(256, max(8, next_power_of_2(num_rows)))
     plans = []
     for block_m in sorted({top, max(8, top // 2)}):
         # a second warp group pays off where the first one's sums fill its registers

@@ -14,8 +14,19 @@ import torch
 
 from mrv2.bench.gemm_cases import DTYPE, EPS, NUM_LAYERS, PRODUCTS, Form, Product
 from mrv2.bench.gemm_stack import Stack
-from mrv2_kernels.gemm import LinearPlan, LinearWorkspace, fused_linear, linear, linear_parts, workspace_for
+from mrv2_kernels.gemm import (
+    LinearPlan,
+    LinearWorkspace,
+    fused_linear,
+    linear,
+    linear_of_sums,
+    linear_parts,
+    workspace_for,
+)
 from mrv2_kernels.layers import rms_norm, silu_and_mul
+
+# partial sums that a product alone takes in with the norm before it
+_NUM_SUMS = 8
 
 # of each of `PRODUCTS`
 Plans = tuple[LinearPlan, ...]
@@ -50,15 +61,18 @@ class Chains:
 
     def one(self, index: int, plan: LinearPlan, form: Form) -> Chain:
         """One product of every layer, ``alone`` or in ``parts``, all on the same random input."""
-        product = PRODUCTS[index]
+        product, stack = PRODUCTS[index], self.stack
         workspace = self._workspace((plan,), (product,)) if form == "alone" else None
         x = self.start.new_ones((self.num_rows, product.num_inputs)).normal_()
         gated = form == "parts" and product.gated
         out = self._sums(index, plan, gated=gated) if form == "parts" else self.outs[index]
+        sums = x.float().repeat(_NUM_SUMS, 1, 1) if plan.normed else None
 
         def launch() -> None:
-            for weight, scale in self.stack.weights[index]:
-                if form == "parts":
+            for weight, scale in stack.weights[index]:
+                if sums is not None:
+                    linear_of_sums(sums, x, stack.norm, EPS, weight, plan, gated=gated)
+                elif form == "parts":
                     linear_parts(x, weight, plan, gated=gated, out=out)
                 else:
                     linear(x, weight, plan, workspace, out, scale)
@@ -108,19 +122,31 @@ class Chains:
         return Chain(launch, self.outs[-1])
 
     def parts(self, plans: Plans) -> Chain:
-        """qkv; o; norm of its sums; gate-up and activation; down; norm of its sums."""
+        """qkv; o; norm of its sums; gate-up and activation; down; norm of its sums. Plans may take in such a norm."""
         stack, norm = self.stack, self.stack.norm
 
         def product(x: torch.Tensor, index: int, layer: int) -> torch.Tensor:
             return linear_parts(x, stack.weights[index][layer].values, plans[index], gated=PRODUCTS[index].gated)
 
+        def normed(
+            sums: torch.Tensor, residual: torch.Tensor, index: int, layer: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            plan, gated = plans[index], PRODUCTS[index].gated
+            if plan.normed and sums.dim() == 3:
+                weight = stack.weights[index][layer].values
+                return linear_of_sums(sums, residual, norm, EPS, weight, plan, gated=gated)
+            x, residual = rms_norm(sums, norm, EPS, residual)
+            return product(x, index, layer), residual
+
         def launch() -> None:
-            x, residual = self._normed(self.start), self.start
+            qkv, residual = product(self._normed(self.start), 0, 0), self.start
             for layer in range(NUM_LAYERS):
-                out = product(product(x, 0, layer)[:, : PRODUCTS[1].num_inputs], 1, layer)
-                x, residual = rms_norm(out, norm, EPS, residual)
-                x, residual = rms_norm(product(product(x, 2, layer), 3, layer), norm, EPS, residual)
-            self.outs[-1].copy_(x)
+                sums = product(qkv[:, : PRODUCTS[1].num_inputs], 1, layer)
+                gated, residual = normed(sums, residual, 2, layer)
+                sums = product(gated, 3, layer)
+                if layer + 1 < NUM_LAYERS:
+                    qkv, residual = normed(sums, residual, 0, layer + 1)
+            self.outs[-1].copy_(rms_norm(sums, norm, EPS, residual)[0])
 
         return Chain(launch, self.outs[-1])
 

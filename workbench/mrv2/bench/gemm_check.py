@@ -24,8 +24,16 @@ from typing import IO, Any
 
 import torch
 
-from mrv2.bench.gemm_cases import DTYPE, EPS, PRODUCTS, Form, Product, Quantization
-from mrv2_kernels.gemm import LinearPlan, fused_linear, linear, linear_parts, quantise_rows, workspace_for
+from mrv2.bench.gemm_cases import DTYPE, EPS, PRODUCTS, Form, Product, Quantization, sums_before
+from mrv2_kernels.gemm import (
+    LinearPlan,
+    fused_linear,
+    linear,
+    linear_of_sums,
+    linear_parts,
+    quantise_rows,
+    workspace_for,
+)
 from mrv2_kernels.gemm.gemv import gemv_torch
 
 # of the norm of the result; bf16 rounds each element by 0.17 % on average, and a norm before the product rounds too
@@ -50,7 +58,7 @@ class Task:
     @property
     def kernel(self) -> tuple[object, ...]:
         """What decides which kernel is compiled, about; tasks that share it belong in one process."""
-        rows = self.num_rows if self.plan.variant == "gemv" else 0
+        rows = self.num_rows if self.plan.variant == "gemv" or self.plan.normed else 0
         around = self.form == "fused" or (self.form == "parts" and self.product.gated)
         return (self.plan, self.product.num_inputs, rows, around and self.product, self.quantization)
 
@@ -161,8 +169,11 @@ def _read(stream: IO[str], lines: Queue[str | None]) -> None:
 def relative_error(task: Task, device: torch.device) -> float:
     """Compute the product of a task twice on fresh random data; return its error against float64.
 
+    Of a plan that takes in the norm of partial sums it is the greatest error of any number of them.
     Raises `ArithmeticError` if the two results differ in a bit.
     """
+    if task.plan.normed:
+        return max(_error_of_sums(task, device, each) for each in sums_before(task.num_rows, task.product))
     product = task.product
     generator = torch.Generator(device).manual_seed(task.num_rows)
 
@@ -201,6 +212,27 @@ def relative_error(task: Task, device: torch.device) -> float:
     # partial sums [S, M, N] are added
     total = outs[0].double().view(-1, *expected.shape).sum(0)
     return float((total - expected).norm() / expected.norm())
+
+
+def _error_of_sums(task: Task, device: torch.device, num_sums: int) -> float:
+    """Return the greater error of the product and of the stream that come from partial sums and a residual."""
+    product = task.product
+    generator = torch.Generator(device).manual_seed(num_sums)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    sums, norm = random(num_sums, task.num_rows, product.num_inputs), random(product.num_inputs).to(DTYPE)
+    residual = random(*sums.shape[1:]).to(DTYPE)
+    weight = (random(product.num_outputs, product.num_inputs) / product.num_inputs**0.5).to(DTYPE)
+    found = [linear_of_sums(sums, residual, norm, EPS, weight, task.plan, gated=task.gated) for _ in range(2)]
+    if not all(torch.equal(a, b) or torch.isnan(a).any() for a, b in zip(*found, strict=True)):
+        raise ArithmeticError("two runs on the same data differ")
+    stream = sums.double().sum(0) + residual.double()
+    expected = (gemv_torch(stream, weight.double(), norm=norm.double(), eps=EPS, gated=task.gated), stream)
+    # NaN is the greatest of all
+    errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found[0], expected, strict=True)]
+    return float(torch.stack(errors).max())
 
 
 def main() -> None:

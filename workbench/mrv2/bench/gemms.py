@@ -8,9 +8,9 @@ as 8-bit floats, which no cache holds.  Each reads a part of what the one before
 3. chains of all 112 products are timed: all by the library; the fastest of each variant per product; the fastest of
    all per product; and the best found from there by exchanging one product's plan at a time ("picked");
 4. the picked chain is timed once more with the kernels between the products of a layer, and against it, for up to
-   64 rows, products that take those in ("fused"), and for 8 rows and more products that multiply by their gate or
-   leave partial sums to the norm behind them ("parts"), found the same way and also timed as products alone; the
-   fastest of the three is picked;
+   64 rows, products that take those in ("fused"), and products that multiply by their gate, leave partial sums to
+   the norm behind them or, for up to 8 rows, take that in ("parts"), found the same way and also timed as products
+   alone; the fastest of the three is picked;
 5. the picked chain must give the library's result within rounding, the other forms of a layer the first one's, and
    each the same bits when its kernels are launched one by one;
 6. of 8-bit weights, the same with 16-bit ones by the plans of the committed table stands beside it ("bf16").
@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -267,7 +268,9 @@ class _Bucket:
         if not all(ranked):
             return
         best_time = self._bare("fastest alone", tuple(each[0] for each in ranked))
-        plans = self._search(self.make.alone, [each[: _NEIGHBOURS["alone"]] for each in ranked], best_time)
+        near = [each[: _NEIGHBOURS["alone"]] for each in ranked]
+        # any chain is better than a wrong one
+        plans, _ = self._search(self.make.alone, near, inf if best_time is None else best_time)
         self.picks = tuple(Pick(plan) for plan in plans)
         self._bare("picked", plans)
         if self.num_rows in _LATE_TOO:
@@ -281,7 +284,11 @@ class _Bucket:
             choices = [each[: _NEIGHBOURS[form]] for each in self._ranked(form, verdicts)]
             if not all(choices):
                 continue
-            others = self._search(make, choices, self._time(make(tuple(each[0] for each in choices))))
+            starts = [choices]
+            if any(plan.normed for each in choices for plan in each):
+                # norms inside products pay, if at all, with few sums to add, neither alone
+                starts.append([sorted(each, key=lambda plan: (not plan.normed, plan.splits)) for each in choices])
+            others = min((self._search(make, each) for each in starts), key=lambda found: found[1])[0]
             seconds = self._note(name, others, make(others), against=_LAYERS)
             if seconds is not None and best_time is not None and seconds < best_time:
                 best_time = seconds
@@ -320,23 +327,27 @@ class _Bucket:
         self.products.append(ProductTime(self.num_rows, name, task.plan.label, us, share, error, failure))
 
     def _search(
-        self, make: Callable[[Plans], Chain], choices: list[list[LinearPlan]], best_time: float | None
-    ) -> Plans:
-        """Return the fastest chain that exchanging one product's plan at a time finds, from the first ones."""
+        self, make: Callable[[Plans], Chain], choices: list[list[LinearPlan]], best_time: float | None = None
+    ) -> tuple[Plans, float]:
+        """Return the fastest chain that exchanging one product's plan at a time finds, from the first ones, and its
+        time; `best_time` is that of the first ones, if it is known.
+        """
         best = tuple(each[0] for each in choices)
+        if best_time is None:
+            best_time = self._time(make(best))
         for index, each in enumerate(choices):
             for plan in each[1:]:
                 tried = (*best[:index], plan, *best[index + 1 :])
                 seconds = self._time(make(tried))
-                if seconds is not None and (best_time is None or seconds < best_time):
+                if seconds < best_time:
                     best_time, best = seconds, tried
-        return best
+        return best, best_time
 
-    def _time(self, chain: Chain) -> float | None:
+    def _time(self, chain: Chain) -> float:
         try:
             return self.make.stack.graph_seconds(chain.launch, self.make.restart)
-        except Exception:  # the plan it is compared with stays
-            return None
+        except Exception:  # whatever it is compared with stays
+            return inf
 
     def _bare(self, name: str, plans: Plans) -> float | None:
         """Time a chain of bare products, compare its result with the library's, and note both."""
