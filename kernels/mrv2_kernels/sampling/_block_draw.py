@@ -55,15 +55,15 @@ def _exact_key(row_ptr, start, vocab, temperature, seed, position, BLOCK: tl.con
     """Return the key of the best token of the block by its exact scores, a few at a time: it spares registers."""
     lane = tl.arange(0, STEP)
     key = tl.zeros([], tl.int64)
-    for base in range(start, start + BLOCK, STEP):
-        token = base + lane
-        score = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        # masked vocabularies come here block by block; they need no noise
-        if (temperature != 0.0) & (max_or_nan(score) != float("-inf")):
-            score = gumbel_score(score, temperature, seed, position, token, False)
-        best = max_or_nan(score)
-        first = tl.min(tl.where(score == best, lane, STEP - 1), axis=0)
-        key = tl.maximum(key, score_key(best, base + first))
+    # masked vocabularies come here block by block; they need no noise
+    if max_or_nan(logits_before(row_ptr, start, vocab, BLOCK).to(tl.float32)) != float("-inf"):
+        for base in range(start, start + BLOCK, STEP):
+            token = base + lane
+            logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            score = gumbel_score(logits, temperature, seed, position, token, False)
+            best = max_or_nan(score)
+            first = tl.min(tl.where(score == best, lane, STEP - 1), axis=0)
+            key = tl.maximum(key, score_key(best, base + first))
     return key
 
 

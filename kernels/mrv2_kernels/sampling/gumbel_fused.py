@@ -45,11 +45,10 @@ _TAKEN_ROWS = 32
 
 
 @triton.jit
-def _greedy_key(ahead, row_ptr, start, end, rival, BLOCK: tl.constexpr, SPAN: tl.constexpr):
-    """Return the key of the largest logit of ``[start, end)``, or 0 if it cannot reach the score `rival`.
+def _greedy_place(ahead, row_ptr, start, end, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    """Return the largest logit of ``[start, end)``, or NaN, and the start of the first two blocks that hold it.
 
-    The first block is in `ahead`.  Memory decides: two blocks are looked at while two are on their way, a second look
-    at a pair of blocks finds the token, and that for a pair that may win.
+    The first block is in `ahead`.  Memory decides: two blocks are looked at while two are on their way.
     """
     top = max_or_nan(ahead.to(tl.float32))
     place = start
@@ -61,6 +60,12 @@ def _greedy_key(ahead, row_ptr, start, end, rival, BLOCK: tl.constexpr, SPAN: tl
             top_here = max_or_nan(logits.to(tl.float32))
             place = tl.where(top_here > top, base, place)
             top = larger(top, top_here)
+    return top, place
+
+
+@triton.jit
+def _greedy_key(top, place, row_ptr, end, rival, BLOCK: tl.constexpr):
+    """Return the key of `top`, which a second look finds from `place` on; 0 if it cannot reach the score `rival`."""
     key = tl.zeros([], tl.int64)
     # NaN wins
     if not (top < rival):
@@ -96,6 +101,7 @@ def _fused_kernel(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Raise a row's best by SPAN blocks; unless IS_SPLIT, the program that arrives last at a row writes the token."""
@@ -119,16 +125,19 @@ def _fused_kernel(
     if is_plain:
         if TRUNCATED:
             ahead = logits_before(row_ptr, first * BLOCK, end, BLOCK)
-        # other programs raise it meanwhile: an atomic gives all threads one value, a load each its own, and
-        # `block_key` branches on it around barriers
-        best = tl.atomic_add(best_ptr + row, 0, sem="relaxed")
+        # other programs raise it meanwhile, so that threads may see different values: all branch, around barriers, on
+        # the largest.  Nothing waits for it before it is needed
+        seen = tl.load(best_ptr + row + tl.zeros([THREADS], tl.int32), volatile=True)
         if temperature == 0.0:
-            key = _greedy_key(ahead, row_ptr, first * BLOCK, end, key_score(best), BLOCK, SPAN)
+            top, place = _greedy_place(ahead, row_ptr, first * BLOCK, end, BLOCK, SPAN)
+            best = tl.max(seen, axis=0)
+            key = _greedy_key(top, place, row_ptr, end, key_score(best), BLOCK)
             if key > best:
                 tl.atomic_max(best_ptr + row, key, sem="relaxed")
         else:
             seed = tl.load(seeds_ptr + slot)
             position = tl.load(positions_ptr + row)
+            best = tl.max(seen, axis=0)
             last = first + SPAN
             if SPAN > 1:
                 last = tl.minimum(last, tl.cdiv(vocab, BLOCK))
@@ -243,6 +252,7 @@ def gumbel_fused_sample_triton(
         SPAN=launch.span,
         BLOCK=launch.block,
         STEP=launch.step,
+        THREADS=32 * launch.num_warps,
         PDL=pdl,
         num_warps=launch.num_warps,
         launch_pdl=pdl,
@@ -336,6 +346,7 @@ def aot_cases() -> list[AotCase]:
                 "SPAN": launch.span,
                 "BLOCK": launch.block,
                 "STEP": launch.step,
+                "THREADS": 32 * launch.num_warps,
                 "PDL": True,
             },
             num_warps=launch.num_warps,
