@@ -112,12 +112,12 @@ print(f"kernels below 4 us: {sum(int(kernels.count[row]) for row in short):,} of
 #
 # [Graphs](../docs/glossary.md#cuda-graph) on three levels: `off` launches every kernel from Python, `model` replays the forward, `step` replays everything
 # of a decode step. With [async scheduling](../docs/glossary.md#async-scheduling) the host works while the device does. A step at `off` is some 9 to 11 ms of
-# launches from Python, the same for every batch (its record has counts and lengths divided by 8). Between `model` and `step` the kernels below have changed as well:
+# launches from Python, the same for every batch (its records have counts and lengths divided by 8). Between `model` and `step` the kernels below have changed as well:
 # products take in what surrounds them, attention fetches ahead, and steps of prompts replay graphs too. A few percent between two columns may be noise.
 
 # %%
 levels = {
-    "off": speeds("graphs-off", "v2 async"),
+    "off": speeds("graphs-off", "v2 async") | speeds("graphs-off-e", "v2 async"),
     "model": speeds("graphs-model", "v2 async"),
     "step": ours,
 }

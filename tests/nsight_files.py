@@ -230,17 +230,19 @@ def speculating_steps(
     whole_step: bool = True,
     captured: bool = True,
     idle_us: int = 4,
-    count_wait: bool = False,
+    draft_us: int = 12,
+    count_wait: int = 0,
 ) -> NsightFile:
     """Return steps of 100 us of a loop that verifies and drafts, in microseconds of each::
 
         host    schedule 0-5, execute_model 10-30, wait: output 60-95
-        device  forward 30-50, verify 50-60, post_update 62-66, draft `idle_us` behind it for 12
+        device  forward 30-50, verify 50-60, post_update 62-66, draft `idle_us` behind it for `draft_us`
 
     Args:
         whole_step: all of a step is one graph, launched under ``step_graph``; else stages are launched one by one.
         captured: the capture of that graph was recorded.
-        count_wait: the host also waits for the number of accepted tokens, inside ``sample_tokens`` 40-55.
+        count_wait: in every so-manyth step the host also waits for the number of accepted tokens, inside
+            ``sample_tokens`` 40-55; 0: in none.
     """
     file, us = NsightFile(schema), 1000
     file.domain(1, "mrv2")
@@ -248,7 +250,7 @@ def speculating_steps(
     file.category(1, 5, "wait")
     file.category(1, 6, "device stage")
     draft = 66 + idle_us
-    parts = [("forward", 30, 50), ("verify", 50, 60), ("post_update", 62, 66), ("draft", draft, draft + 12)]
+    parts = [("forward", 30, 50), ("verify", 50, 60), ("post_update", 62, 66), ("draft", draft, draft + draft_us)]
     table = "CUDA_GRAPH_EVENTS" if schema == OLD else "CUDA_GRAPH_NODE_EVENTS"
     for node, (name, _, _) in enumerate(parts):
         at = -1000 * us + 100 * us * node
@@ -275,7 +277,7 @@ def speculating_steps(
                 span(name, 11 + 3 * node, 13 + 3 * node, 6)
                 file.launch(name, at + (11 + 3 * node) * us, us, at + start * us, at + end * us, corr + node)
         waits = [("wait: output", 60, 95)]
-        if count_wait:
+        if count_wait and step % count_wait == 0:
             span("sample_tokens", 38, 58, 4)
             waits.append(("wait: v1: accepted tokens", 40, 55))
         for place, (name, start, end) in enumerate(waits):

@@ -80,7 +80,8 @@ def compile_case(case: AotCase, arch: int) -> Any:
 
         source_type = GluonASTSource
     source = source_type(fn=case.kernel, signature=signature, constexprs=case.constexprs, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": case.num_warps})
+    options = {"num_warps": case.num_warps, "maxnreg": case.max_registers}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _check(index: int, archs: tuple[int, ...]) -> list[str]:

@@ -20,4 +20,6 @@ class AotCase:
     signature: dict[str, str]
     constexprs: dict[str, object]
     num_warps: int = 4
+    # that a thread may hold; None = as many as the compiler likes
+    max_registers: int | None = None
     aligned: frozenset[str] = frozenset()

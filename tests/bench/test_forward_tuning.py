@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 
 from mrv2.bench import forward_tuning
-from mrv2.bench.forward_tuning import BUCKETS, ForwardTime, best_choice, candidates, in_force, report, tune_forward
+from mrv2.bench.forward_tuning import (
+    BUCKETS,
+    ForwardTime,
+    best_choice,
+    candidates,
+    decode_batch,
+    in_force,
+    lengths,
+    mixed_contexts,
+    report,
+    tune_forward,
+)
+from mrv2.bench.layer_problems import BLOCK_SIZE
+from mrv2.bench.workloads import make_workload
 from mrv2.device import make_device
 from mrv2.errors import ConfigError
 from mrv2_kernels.attention.plan import DecodeChoice, decode_choice
@@ -77,6 +92,52 @@ def test_the_report_names_what_is_in_force_what_is_best_and_what_failed() -> Non
     assert "9.0" in lines[3] and "in force" in lines[3]
     assert lines[4].strip().startswith("best: ") and forward_tuning._label(asdict(second)) in lines[4]
     assert "left out: no time" in lines[5]
+
+
+def test_mixed_contexts_count_twice() -> None:
+    first, second = candidates(64)[:2]
+    short, long, mixed = BUCKETS[64]
+    us = {first: (100.0, 100.0, 100.0), second: (100.0, 150.0, 80.0)}
+    times = [
+        ForwardTime(64, contexts, choice, each)
+        for choice in us
+        for contexts, each in zip((short, long, mixed), us[choice], strict=True)
+    ]
+    # 0.8^2 < 1 / 1.5 < 0.8
+    assert best_choice(times, 64) == second
+    assert best_choice(times[:-1], 64) == first
+
+
+@pytest.mark.parametrize("batch", [batch for batch in BUCKETS if "mixed" in BUCKETS[batch]])
+def test_mixed_contexts_are_those_of_a_step_of_workload_e(batch: int) -> None:
+    requests, contexts = make_workload("e", vocab_size=1 << 16).requests, Counter(mixed_contexts(batch))
+    steps = []
+    for step in range(1, 1025):
+        # who has a token to come after this step, and who gets the last one in it
+        later = Counter(r.input_len + step for r in requests if r.output_len > step)
+        last = Counter(r.input_len + step for r in requests if r.output_len == step)
+        if later <= contexts <= later + last:
+            steps.append(step)
+    assert contexts.total() == batch == len(lengths(batch, "mixed")) and len(steps) == 1
+    assert lengths(batch, 7) == (7,) * batch
+
+
+def test_workload_e_has_no_more_requests_to_mix() -> None:
+    with pytest.raises(ConfigError, match="256 requests"):
+        mixed_contexts(257)
+
+
+def test_requests_share_no_block_and_write_where_their_context_ends() -> None:
+    contexts = (1, 16, 17, 300)
+    order = torch.randperm(40).int() + 1
+    batch = decode_batch(order, contexts)
+    (tables,), (slots,) = batch.block_tables, batch.slot_mappings
+    assert batch.seq_lens.tolist() == list(contexts) and batch.positions.tolist() == [0, 15, 16, 299]
+    taken = [row[: -(-context // BLOCK_SIZE)].tolist() for row, context in zip(tables, contexts, strict=True)]
+    assert [*chain(*taken)] == order[: sum(map(len, taken))].tolist()
+    assert slots.tolist() == [
+        blocks[-1] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE for blocks, context in zip(taken, contexts, strict=True)
+    ]
 
 
 def test_it_needs_a_gpu() -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fused_cases import fused_case
+from mrv2_kernels.attention import fused_decode
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
-from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, MAX_SPLITS, DecodePlan, decode_choice, decode_plan
+from mrv2_kernels.attention.plan import (
+    MAX_SPLIT_PAIRS,
+    MAX_SPLITS,
+    DecodePlan,
+    decode_choice,
+    decode_plan,
+    measured,
+    split_bound,
+)
 from mrv2_kernels.gemm.pdl import has_pdl
 
 FP8 = torch.float8_e4m3fn
@@ -76,6 +88,35 @@ def test_the_inputs_stay_as_they_are(twin: str) -> None:
     assert torch.equal(case.qkv, before)
 
 
+@pytest.mark.parametrize("num_splits", [2, 4, 8])
+def test_contexts_of_one_batch_use_as_many_splits_as_their_own_length_asks_for(num_splits: int) -> None:
+    """Bit by bit what each gets alone: a neighbour's length and padding change nothing."""
+    contexts, plan = [1, 300, 64, 65, 500, 130], plan_of(num_splits, tiles_per_split=2)
+    case = fused_case(contexts, num_heads=2, num_kv_heads=1, head_dim=64, padding=2)
+    out = case.run("triton", plan)
+    case.check(out, TOLERANCE[torch.float32])
+    for row in range(len(contexts)):
+        names = ("qkv", "positions", "block_tables", "seq_lens", "slot_mapping")
+        alone = replace(case, **{name: getattr(case, name)[row : row + 1] for name in names})
+        assert torch.equal(alone.run("triton", plan)[0], out[row])
+
+
+@pytest.mark.parametrize("max_registers", [None, 96])
+def test_the_plan_says_how_many_registers_a_thread_may_hold(
+    max_registers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, object]] = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: seen.append(options)
+
+    monkeypatch.setattr(fused_decode, "_fused_decode_kernel", Launch())
+    case = fused_case([40], num_heads=2, num_kv_heads=1, head_dim=64)
+    case.run("triton", replace(plan_of(2), max_registers=max_registers))
+    assert seen[0].get("maxnreg") == max_registers
+
+
 def test_a_launch_leaves_the_next_one_nothing_to_trip_over() -> None:
     case = fused_case([97, 40], num_heads=4, num_kv_heads=2, head_dim=64, padding=1)
     for num_splits in (4, 4, 2, 8):
@@ -121,22 +162,32 @@ def test_dependent_launch_is_refused_where_the_device_lacks_it() -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_split_bound_is_a_power_of_two_that_falls_with_the_batch(num_kv_heads: int, head_dim: int) -> None:
-    counts = [decode_plan(batch, num_kv_heads, head_dim, torch.bfloat16).num_splits for batch in range(1, 3000)]
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+def test_a_plan_splits_by_a_power_of_two_and_only_as_many_pairs_as_there_are_counters(
+    num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype
+) -> None:
+    batches = [*range(1, 3000), MAX_SPLIT_PAIRS // num_kv_heads + 1, 10 * MAX_SPLIT_PAIRS]
+    for batch in batches:
+        plan = decode_choice(batch, num_kv_heads, head_dim, torch.bfloat16, cache_dtype).plan
+        assert plan.num_splits in {1 << i for i in range(MAX_SPLITS.bit_length())}
+        assert plan.num_splits == 1 or batch * num_kv_heads <= MAX_SPLIT_PAIRS
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+def test_the_split_bound_is_a_power_of_two_that_falls_with_the_batch(num_kv_heads: int) -> None:
+    counts = [split_bound(batch, num_kv_heads) for batch in range(1, 3000)]
     assert counts == sorted(counts, reverse=True)
     assert set(counts) <= {1 << i for i in range(MAX_SPLITS.bit_length())}
-    assert counts[-1] == 1
+    assert counts[-1] == 1 and split_bound(MAX_SPLIT_PAIRS + 1, 1, programs=1 << 30) == 1
 
 
-@pytest.mark.parametrize("head_dim, num_kv_heads, measured", [(128, 8, (1, 8, 16, 32, 64, 256)), (64, 3, (1, 32, 256))])
-def test_a_batch_takes_the_choice_of_the_nearest_measured_one(
-    head_dim: int, num_kv_heads: int, measured: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("head_dim, num_kv_heads", [(128, 8), (64, 3)])
+def test_a_batch_takes_the_choice_of_the_nearest_measured_one(head_dim: int, num_kv_heads: int) -> None:
+    table = measured(torch.bfloat16)[head_dim]
     for batch in range(1, 2000):
-        nearest = min(measured, key=lambda each: max(batch / each, each / batch))
-        assert decode_choice(batch, num_kv_heads, head_dim, torch.bfloat16) == decode_choice(
-            nearest, num_kv_heads, head_dim, torch.bfloat16
-        )
+        pairs = batch * num_kv_heads
+        nearest = min(table, key=lambda each: max(pairs / each, each / pairs))
+        assert decode_choice(batch, num_kv_heads, head_dim, torch.bfloat16) == table[nearest]
     # what counts is how many pairs there are
     assert decode_choice(32, 1, head_dim, torch.bfloat16) == decode_choice(4, 8, head_dim, torch.bfloat16)
 

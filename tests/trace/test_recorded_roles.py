@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mrv2.instrument import stages
@@ -24,6 +26,10 @@ MAX_GAP_NS = 10_000
 MAX_IDLE_BETWEEN_GRAPHS = 0.02
 # turns that fill the queue behind a drained device
 _FILLING = 4
+# what V1 waits for in every step with drafts, by the name of the wait
+ACCEPTED = "v1: accepted tokens"
+# fields in which a recording of V1 and its twin of V2 agree
+_TWINS = ("workload", "model", "async_scheduling", "cuda_graphs", "granularity", "steps", "speculation", "gpu")
 
 
 def of_role(role: str, **fields: Any) -> Any:
@@ -32,8 +38,19 @@ def of_role(role: str, **fields: Any) -> Any:
     return pytest.mark.parametrize("entry", chosen, ids=[e["file"].removesuffix(".sqlite.gz") for e in chosen])
 
 
+@cache
+def loaded(file: str) -> Trace:
+    return load(ROOT / file, cache=False)
+
+
 def recording(entry: dict[str, Any]) -> Trace:
-    return load(ROOT / entry["file"], cache=False)
+    return loaded(entry["file"])
+
+
+def twin_of(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the recording of V2 that was made as `entry` was."""
+    (twin,) = [e for e in ENTRIES if e.get("runner") == "v2" and all(e.get(k) == entry[k] for k in _TWINS)]
+    return twin
 
 
 def settled(trace: Trace) -> Analysis:
@@ -53,18 +70,44 @@ def check_v2_speculation(trace: Trace) -> None:
     assert_stage_gap(analysis, stages.VERIFY, stages.DRAFT, p95_ns=MAX_GAP_NS)
 
 
+def waits_in_steps(analysis: Analysis) -> dict[tuple[str, str], list[int]]:
+    """Return (call, reason) -> the steps in which the host made it, ascending, once for each call."""
+    found: dict[tuple[str, str], list[int]] = {}
+    table = analysis.syncs()
+    assert table is not None
+    for row in np.flatnonzero(table.counted).tolist():
+        found.setdefault((table.name[row], table.reason[row]), []).append(int(table.step[row]))
+    return {key: sorted(steps) for key, steps in found.items()}
+
+
 def check_v1_speculation(trace: Trace) -> None:
     analysis = settled(trace)
-    with pytest.raises(TraceAssertionError, match="wait: v1: accepted tokens"):
+    with pytest.raises(TraceAssertionError, match=f"wait: {ACCEPTED}"):
         assert_no_sync(analysis, allow=["output"])
     # whatever V1 waits for has a name
     assert_no_sync(analysis, allow=["output", "v1: *"])
+    waits = waits_in_steps(analysis)
+    assert waits["cudaEventSynchronize", ACCEPTED] == analysis.windows.step.tolist(), "not once in every step"
+
+
+def check_steady(trace: Trace) -> None:
+    analysis = settled(trace)
+    found = analysis.graph_idle()
+    assert found is not None and found.num_executions >= len(analysis.windows) - 2
+    assert_graph_idle(analysis, at_most=MAX_IDLE_BETWEEN_GRAPHS)
+    assert_no_sync(analysis, allow=["output"])
 
 
 def test_every_recording_is_listed_once_and_every_role_is_known() -> None:
     files = [entry["file"] for entry in ENTRIES]
     assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.sqlite.gz"))
     assert {entry["role"] for entry in ENTRIES if "role" in entry} <= set(ROLES)
+
+
+def test_every_role_has_its_recordings() -> None:
+    # workloads of `mrv2 bench`
+    assert {entry["workload"] for entry in ENTRIES if entry.get("role") == "steady"} >= set("acdef")
+    assert {entry["runner"] for entry in ENTRIES if entry.get("role") == "speculation"} == {"v1", "v2"}
 
 
 @of_role("speculation", runner="v2")
@@ -75,6 +118,25 @@ def test_v2_speculates_without_a_wait_and_drafts_at_once(entry: dict[str, Any]) 
 @of_role("speculation", runner="v1")
 def test_v1_waits_for_the_number_of_accepted_tokens(entry: dict[str, Any]) -> None:
     check_v1_speculation(recording(entry))
+
+
+@of_role("speculation", runner="v1", async_scheduling=True)
+def test_v2_waits_once_a_step_where_v1_waits_three_times(entry: dict[str, Any]) -> None:
+    v1, v2 = settled(recording(entry)), settled(recording(twin_of(entry)))
+    for analysis, reasons in ((v1, {"output", ACCEPTED, "v1: prepare_inputs barrier"}), (v2, {"output"})):
+        each_step = analysis.windows.step.tolist()
+        assert waits_in_steps(analysis) == {("cudaEventSynchronize", reason): each_step for reason in reasons}
+
+
+@of_role("speculation", runner="v1")
+def test_between_verification_and_drafts_the_gpu_idles_longer_under_v1(entry: dict[str, Any]) -> None:
+    v1, v2 = settled(recording(entry)), settled(recording(twin_of(entry)))
+    with pytest.raises(TraceAssertionError, match="idle time between 'verify' and 'draft'"):
+        assert_stage_gap(v1, stages.VERIFY, stages.DRAFT, p95_ns=MAX_GAP_NS)
+    slow, fast = (analysis.stage_gaps(stages.VERIFY, stages.DRAFT) for analysis in (v1, v2))
+    assert slow is not None and fast is not None
+    # the shortest of one against the longest of the other
+    assert slow.idle_ns.min() > fast.idle_ns.max()
 
 
 def engine_without_drafts(schema: str, folder: Path) -> Path:
@@ -100,14 +162,29 @@ def test_the_statements_about_speculation_can_fail(tmp_path: Path, schema: str, 
         check_v2_speculation(load(engine_without_drafts(schema, tmp_path)))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check_v1_speculation(made())
+    with pytest.raises(AssertionError, match="not once in every step"):
+        check_v1_speculation(made(count_wait=2))
 
 
 @of_role("steady", granularity="graph")
-def test_the_gpu_hardly_idles_between_steps(entry: dict[str, Any]) -> None:
-    analysis = settled(recording(entry))
-    found = analysis.graph_idle()
-    assert found is not None and found.num_executions >= len(analysis.windows) - 2
-    assert_graph_idle(analysis, at_most=MAX_IDLE_BETWEEN_GRAPHS)
+def test_the_gpu_hardly_idles_between_steps_and_the_host_waits_for_the_output_alone(entry: dict[str, Any]) -> None:
+    check_steady(recording(entry))
+
+
+def test_the_statements_about_steady_decode_can_fail(tmp_path: Path) -> None:
+    # graphs of the forward pass alone
+    with pytest.raises(TraceAssertionError, match="idle between CUDA graphs at most 2.0 %"):
+        check_steady(loaded("h200/v2_async.graph.sqlite.gz"))
+
+    def made(**how: Any) -> Trace:
+        return load(speculating_steps(**how).write(tmp_path / "t.sqlite"), cache=False)
+
+    # a graph from 30 to 130 us of each step, and the next begins
+    check_steady(made(draft_us=60))
+    with pytest.raises(TraceAssertionError, match="idle between CUDA graphs at most 2.0 %"):
+        check_steady(made(draft_us=57))
+    with pytest.raises(TraceAssertionError, match="accepted tokens"):
+        check_steady(made(draft_us=60, count_wait=True))
 
 
 @of_role("steady", granularity="node")

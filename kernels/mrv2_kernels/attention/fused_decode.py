@@ -131,23 +131,28 @@ def _fused_decode_kernel(
     # before the wait: what launches long before this one's predecessor wrote (the docstring says why it is there)
     if PDL:
         gdc_launch_dependents()
+    seq_len = tl.load(seq_lens_ptr + request)
+    num_cached = tl.maximum(seq_len - 1, 0)
+    num_tiles = tl.cdiv(num_cached, BLOCK_N)
+    num_shares = tl.minimum(tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1), num_splits)
+    if BLOCK_SPLITS > 1:
+        if split >= num_shares:
+            # of every program, the idle ones included
+            if PDL:
+                gdc_wait()
+            return
+    position = tl.load(positions_ptr + request).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + request).to(tl.int64)
     q_weight = tl.load(q_weight_ptr + dims, mask=in_head & HAS_NORM, other=0.0).to(tl.float32)
     q_partner_weight = tl.load(q_weight_ptr + partners, mask=in_head & HAS_NORM, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + dims, mask=in_head & HAS_NORM, other=0.0).to(tl.float32)
     k_partner_weight = tl.load(k_weight_ptr + partners, mask=in_head & HAS_NORM, other=0.0).to(tl.float32)
-    seq_len = tl.load(seq_lens_ptr + request)
-    position = tl.load(positions_ptr + request).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + request).to(tl.int64)
-    num_cached = tl.maximum(seq_len - 1, 0)
-    num_tiles = tl.cdiv(num_cached, BLOCK_N)
-    num_shares = tl.minimum(tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1), num_splits)
     table_ptr = block_tables_ptr + request * table_stride
     k_head_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_head_ptr = v_cache_ptr + kv_head * HEAD_DIM
     TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     first_keys = split * BLOCK_N + tl.arange(0, BLOCK_N)
-    first_stop = tl.where(split < num_shares, num_cached, 0)
-    first_ids = load_block_ids(table_ptr, first_keys, first_stop, BLOCK_SIZE)
+    first_ids = load_block_ids(table_ptr, first_keys, num_cached, BLOCK_SIZE)
     PAIRS: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.float8e4nv
     if PAIRS:
         first_k, first_v = load_tile(
@@ -155,7 +160,7 @@ def _fused_decode_kernel(
             as_pairs(v_head_ptr),
             first_ids,
             first_keys,
-            first_stop,
+            num_cached,
             TOKEN_STRIDE // 2,
             BLOCK_SIZE,
             HEAD_DIM // 2,
@@ -164,17 +169,14 @@ def _fused_decode_kernel(
         )
     else:
         first_k, first_v = load_tile(
-            k_head_ptr, v_head_ptr, first_ids, first_keys, first_stop, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
+            k_head_ptr, v_head_ptr, first_ids, first_keys, num_cached, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, True
         )
     angles_ptr = cos_sin_ptr + position * HEAD_DIM + dims % HALF
     cos = tl.load(angles_ptr, mask=in_head, other=0.0).to(tl.float32)
     sin = tl.load(angles_ptr + HALF, mask=in_head, other=0.0).to(tl.float32)
     signed_sin = tl.where(dims < HALF, -sin, sin)
-    # of every program, the idle ones included
     if PDL:
         gdc_wait()
-    if split >= num_shares:
-        return
 
     in_group = rows < GROUP
     heads = kv_head * GROUP + rows
@@ -400,6 +402,7 @@ def fused_decode_attention_triton(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **({"launch_pdl": True} if pdl else {}),
+        **({"maxnreg": plan.max_registers} if plan.max_registers else {}),
     )
 
 
@@ -472,6 +475,13 @@ def aot_cases() -> list[AotCase]:
     return [
         AotCase(_fused_decode_kernel, signature, normed),
         AotCase(_fused_decode_kernel, eight_bits, normed | {"UNPACK": True}),
+        AotCase(
+            _fused_decode_kernel,
+            signature,
+            normed | {"BLOCK_N": 16, "BLOCK_SPLITS": 4},
+            num_warps=1,
+            max_registers=160,
+        ),
         AotCase(
             _fused_decode_kernel,
             signature,

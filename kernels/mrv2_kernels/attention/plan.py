@@ -38,6 +38,8 @@ class DecodePlan:
     num_splits: int
     # tiles a context must have for each split that it uses
     tiles_per_split: int
+    # that a thread may hold: fewer let more programs run on a multiprocessor; None = as many as the compiler likes
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ _MEASURED: dict[int, dict[int, DecodeChoice]] = {
         256: DecodeChoice(DecodePlan(128, 4, 2, num_splits=1, tiles_per_split=1), ahead=True),
         512: DecodeChoice(DecodePlan(16, 1, 3, num_splits=1, tiles_per_split=4), ahead=True),
         2048: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
+        4096: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
     },
 }
 # the same of caches of 8-bit floats; not measured: keys a tile as many as keep the bytes in flight, or registers allow

@@ -4,6 +4,9 @@ A launch alone in a loop does not show what it costs in a step.  There it stands
 the product in front of it has ended, reads keys and values that left the cache a step ago, and holds shared memory
 that the product behind it wants for its weights.  So each candidate replaces the plan of one bucket, the forward
 pass of that bucket is captured anew, and its replays are timed.
+
+Contexts of one length end together; those of a real batch do not, and the longest ones may be left alone with a
+memory that they cannot fill.  So large buckets are also timed with mixed contexts, as workload e has them.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mrv2.bench.environment import environment
 from mrv2.bench.failures import reason_of
 from mrv2.bench.layer_problems import BLOCK_SIZE, QWEN3, check_decode
+from mrv2.bench.workloads import make_workload
 from mrv2.device import Device, make_device
 from mrv2.errors import ConfigError
 from mrv2_kernels.attention import plan as plans
@@ -36,32 +41,43 @@ from mrv2_models.registry import load_model
 
 KIND = "mrv2-forward-tuning"
 MODEL = "qwen3-0.6b"
+# a length that all contexts of a batch have, or as many lengths as `mixed_contexts` says
+Contexts = int | Literal["mixed"]
 # requests -> contexts
-BUCKETS: dict[int, tuple[int, ...]] = {
+BUCKETS: dict[int, tuple[Contexts, ...]] = {
     1: (384, 4096),
     8: (384, 8192),
     16: (384, 4096),
-    32: (384, 4096),
-    64: (384, 2048),
-    128: (384, 1024),
-    256: (160, 1024),
+    32: (384, 4096, "mixed"),
+    64: (384, 2048, "mixed"),
+    128: (384, 1024, "mixed"),
+    192: (384, "mixed"),
+    256: (160, 1024, "mixed"),
     512: (160, 512),
 }
-# (keys a tile, warps, stages), programs that may share a context, tiles of each
-Shapes = tuple[tuple[tuple[int, int, int], tuple[int, ...], tuple[int, ...]], ...]
+# (keys a tile, warps, stages, registers of a thread or None), programs that may share a context, tiles of each
+Shapes = tuple[tuple[tuple[int, int, int] | tuple[int, int, int, int], tuple[int, ...], tuple[int, ...]], ...]
 # of 64 requests and more
 _MANY: Shapes = (
     ((16, 1, 3), (1,), (4,)),
+    ((16, 1, 3, 128), (1,), (4,)),
+    ((16, 1, 2, 128), (1,), (4,)),
     ((16, 1, 4), (1,), (4,)),
-    ((16, 2, 3), (1,), (4,)),
     ((32, 1, 2), (1,), (4,)),
     ((32, 1, 3), (1,), (4,)),
     ((32, 2, 2), (1,), (4,)),
+    ((32, 2, 2, 96), (1,), (4,)),
     ((32, 2, 3), (1,), (4,)),
-    ((32, 4, 3), (1,), (4,)),
-    ((64, 1, 2), (1,), (2,)),
     ((64, 2, 2), (1,), (2,)),
-    ((64, 4, 3), (1,), (2,)),
+)
+# the same, for contexts that several programs may share: of 256 keys each and more
+_SHARED: Shapes = (
+    ((16, 1, 3), (4,), (16, 32)),
+    ((16, 1, 3, 128), (2, 4), (16, 32)),
+    ((16, 1, 2, 128), (2, 4), (16, 32)),
+    ((32, 1, 2), (2, 4), (8, 16)),
+    ((32, 2, 2, 96), (4,), (8, 16)),
+    ((64, 2, 2), (4,), (4, 8)),
 )
 # of 16 to 128, whose contexts several programs may share
 _SOME: Shapes = (
@@ -69,7 +85,6 @@ _SOME: Shapes = (
     ((16, 1, 3), (2, 4, 8), (4,)),
     ((32, 1, 2), (2, 4, 8), (2,)),
     ((32, 2, 2), (2, 4), (2,)),
-    ((64, 1, 2), (1, 2, 4), (1,)),
     ((64, 2, 2), (1, 2, 4), (1,)),
     ((128, 4, 2), (1, 2, 4), (1,)),
 )
@@ -101,15 +116,17 @@ SHAPES: dict[int, Shapes] = {
     ),
     32: (
         *_SOME,
+        ((128, 4, 2), (2, 4), (4,)),
         ((128, 8, 2), (1,), (1,)),
         ((64, 4, 3), (1, 2), (2,)),
         ((32, 4, 3), (2, 4), (4,)),
         ((16, 2, 3), (2, 4, 8), (8,)),
     ),
     16: _SOME,
-    64: (*_MANY, *_SOME),
-    128: (*_MANY, *_SOME[:4]),
-    256: _MANY,
+    64: (*_MANY, *_SHARED, *_SOME[:3]),
+    128: (*_MANY, *_SHARED),
+    192: (*_MANY, *_SHARED),
+    256: (*_MANY, *_SHARED),
     512: _MANY,
 }
 _REPLAYS, _ROUNDS = 12, 5
@@ -121,10 +138,29 @@ class ForwardTime:
     """One choice in one bucket."""
 
     batch: int
-    context: int
+    context: Contexts
     choice: DecodeChoice
     # of a forward pass with its logits
     microseconds: float
+
+
+@cache
+def mixed_contexts(batch: int) -> tuple[int, ...]:
+    """Return the contexts of the `batch` requests of workload e that live longest, at the last step that has them all.
+
+    Raises `ConfigError` for more requests than it has.
+    """
+    requests = make_workload("e", vocab_size=1 << 16).requests
+    if batch > len(requests):
+        raise ConfigError(f"mixed contexts are those of {len(requests)} requests of workload e, not of {batch}")
+    order = sorted(range(len(requests)), key=lambda index: -requests[index].output_len)[:batch]
+    step = requests[order[-1]].output_len
+    return tuple(requests[index].input_len + step for index in sorted(order))
+
+
+def lengths(batch: int, contexts: Contexts) -> tuple[int, ...]:
+    """Return each request's context."""
+    return mixed_contexts(batch) if contexts == "mixed" else (contexts,) * batch
 
 
 def candidates(batch: int, kept: torch.dtype = torch.bfloat16) -> list[DecodeChoice]:
@@ -132,7 +168,8 @@ def candidates(batch: int, kept: torch.dtype = torch.bfloat16) -> list[DecodeCho
     now = decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16, kept)
     found = [now, DecodeChoice(now.plan, ahead=not now.ahead), DecodeChoice(now.plan, fused=False)]
     for tile, splits, tiles in SHAPES[batch]:
-        plans = [DecodePlan(*tile, num_splits, each) for num_splits in splits for each in tiles]
+        block_n, warps, stages, *registers = tile
+        plans = [DecodePlan(block_n, warps, stages, n, each, *registers) for n in splits for each in tiles]
         found += [DecodeChoice(plan, ahead=True) for plan in plans]
     return list(dict.fromkeys(found))
 
@@ -152,6 +189,41 @@ def in_force(batch: int, choice: DecodeChoice, kept: torch.dtype = torch.bfloat1
         decode_choice.cache_clear()
 
 
+def decode_batch(
+    # [NB] int32
+    order: torch.Tensor,
+    contexts: Sequence[int],
+) -> ForwardBatch:
+    """Return a decode step of requests of these contexts, which take their blocks from `order`, in turn."""
+    device, num_requests = order.device, len(contexts)
+    needed = [-(-context // BLOCK_SIZE) for context in contexts]
+    width = -(-max(needed) // 16) * 16
+    tables, first = torch.zeros((num_requests, width), dtype=torch.int32, device=device), 0
+    for request, num_blocks in enumerate(needed):
+        taken = torch.arange(first, first + num_blocks, device=device) % len(order)
+        tables[request, :num_blocks] = order[taken]
+        first += num_blocks
+    rows = torch.arange(num_requests + 1, dtype=torch.int32, device=device)
+    seq_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+    positions = seq_lens - 1
+    last = tables.gather(1, (positions // BLOCK_SIZE)[:, None].long()).squeeze(1)
+    return ForwardBatch(
+        input_ids=rows[:-1],
+        positions=positions,
+        idx_mapping=rows[:-1],
+        query_start_loc=rows,
+        seq_lens=seq_lens,
+        block_tables=[tables],
+        slot_mappings=[last * BLOCK_SIZE + positions % BLOCK_SIZE],
+        max_query_len=1,
+        uniform_decode=True,
+    )
+
+
+def _num_blocks(contexts: Sequence[int]) -> int:
+    return sum(-(-context // BLOCK_SIZE) for context in contexts)
+
+
 class _Forward:
     """A decode step of a model with random weights over a random cache."""
 
@@ -163,27 +235,6 @@ class _Forward:
         )
         self.state.initialize_kv_cache(groups, self.kv_caches)
         self.order = torch.randperm(num_blocks - 1, device=model.device).int() + 1
-
-    def batch(self, num_requests: int, context: int) -> ForwardBatch:
-        device = self.model.device
-        num_blocks = -(-context // BLOCK_SIZE)
-        width = -(-num_blocks // 16) * 16
-        tables = torch.zeros((num_requests, width), dtype=torch.int32, device=device)
-        taken = torch.arange(num_requests * num_blocks, device=device) % len(self.order)
-        tables[:, :num_blocks] = self.order[taken].view(num_requests, num_blocks)
-        ones = torch.ones(num_requests, dtype=torch.int32, device=device)
-        last = tables[:, (context - 1) // BLOCK_SIZE]
-        return ForwardBatch(
-            input_ids=torch.arange(num_requests, dtype=torch.int32, device=device),
-            positions=ones * (context - 1),
-            idx_mapping=torch.arange(num_requests, dtype=torch.int32, device=device),
-            query_start_loc=torch.arange(num_requests + 1, dtype=torch.int32, device=device),
-            seq_lens=ones * context,
-            block_tables=[tables],
-            slot_mappings=[last * BLOCK_SIZE + (context - 1) % BLOCK_SIZE],
-            max_query_len=1,
-            uniform_decode=True,
-        )
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         attn: AttentionMetadata = self.state.prepare_attn(batch)
@@ -210,7 +261,7 @@ def tune_forward(
     wanted = {choice for batch in buckets for choice in candidates(batch, kept)}
     failures = _check(sorted({c.plan for c in wanted if c.fused}, key=str), kv_cache_dtype, progress)
     progress(f"forward: checked after {seconds - (deadline - time.monotonic()):.0f} s")
-    most = max(batch * max(BUCKETS[batch]) for batch in buckets)
+    most = max(_num_blocks(lengths(batch, each)) for batch in buckets for each in BUCKETS[batch])
     times: list[ForwardTime] = []
     holder: list[_Forward] = []
     left_out: list[str] = []
@@ -219,7 +270,7 @@ def tune_forward(
         model = load_model(
             MODEL, load_format="dummy", dtype="bfloat16", device=device.torch_device, max_model_len=40960
         )
-        holder.append(_Forward(model, most // BLOCK_SIZE + 2, kept))
+        holder.append(_Forward(model, most + 2, kept))
 
     device.main.run(_STAGE, load)
     device.synchronize("forward: inputs")
@@ -234,7 +285,7 @@ def tune_forward(
             for context in BUCKETS[batch]:
                 try:
                     with in_force(batch, choice, kept):
-                        found = _seconds(device, holder[0], batch, context)
+                        found = _seconds(device, holder[0], lengths(batch, context))
                 except Exception as error:  # any failure of a candidate is a finding
                     failures[choice.plan] = f"{batch} x {context}: {reason_of(error)}"
                     break
@@ -252,14 +303,14 @@ def tune_forward(
 
 
 def best_choice(times: Sequence[ForwardTime], batch: int) -> DecodeChoice | None:
-    """Return the choice of least geometric mean over the bucket's contexts, the shortest counting twice."""
+    """Return the choice of least geometric mean over the bucket's contexts; the first and mixed ones count twice."""
     contexts = BUCKETS[batch]
-    by_choice: dict[DecodeChoice, dict[int, float]] = {}
+    by_choice: dict[DecodeChoice, dict[Contexts, float]] = {}
     for each in times:
         if each.batch == batch:
             by_choice.setdefault(each.choice, {})[each.context] = each.microseconds
     means = {
-        choice: sum(math.log(us) * (2 if context == contexts[0] else 1) for context, us in found.items())
+        choice: sum(math.log(us) * (2 if context in (contexts[0], "mixed") else 1) for context, us in found.items())
         for choice, found in by_choice.items()
         if len(found) == len(contexts)
     }
@@ -297,9 +348,9 @@ def _check(
     return failures
 
 
-def _seconds(device: Device, forward: _Forward, num_requests: int, context: int) -> float:
+def _seconds(device: Device, forward: _Forward, contexts: Sequence[int]) -> float:
     batches: list[ForwardBatch] = []
-    device.main.run(_STAGE, lambda: batches.append(forward.batch(num_requests, context)))
+    device.main.run(_STAGE, lambda: batches.append(decode_batch(forward.order, contexts)))
     # compiles, and grows the allocator's pools
     device.main.run(_STAGE, lambda: forward.run(batches[0]))
     device.synchronize("forward: warm-up")
@@ -326,7 +377,7 @@ def report(record: dict[str, Any]) -> str:
     what = f"{record['model']}, kv_cache_dtype {record['kv_cache_dtype']}"
     lines = [f"{what}: microseconds of a forward pass of decodes, as one graph"]
     for batch in dict.fromkeys(each["batch"] for each in record["times"]):
-        rows: dict[str, dict[int, float]] = {}
+        rows: dict[str, dict[Contexts, float]] = {}
         for each in record["times"]:
             if each["batch"] == batch:
                 rows.setdefault(_label(each["choice"]), {})[each["context"]] = each["microseconds"]
@@ -361,4 +412,6 @@ def _label(choice: dict[str, Any]) -> str:
     plan = "n{block_n} w{num_warps} s{num_stages} splits {num_splits} x {tiles_per_split} tiles".format(
         **choice["plan"]
     )
+    registers = choice["plan"].get("max_registers")
+    plan += f" r{registers}" if registers else ""
     return "kernels one by one" if not choice["fused"] else plan + (" ahead" if choice["ahead"] else "")

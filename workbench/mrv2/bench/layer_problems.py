@@ -6,7 +6,7 @@ Legend: B = requests, C = context with the new token, NB = blocks, Hq / Hkv = qu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -271,7 +271,7 @@ def check_decode(
     contexts = (1, 2, 17, plan.block_n, plan.block_n + 1, plan.block_n + 2, 640, 3000, 4100)
     problem = DecodeProblem(pool, contexts, padding=3)
     for splits in (1, plan.num_splits):
-        split = DecodePlan(plan.block_n, plan.num_warps, plan.num_stages, splits, plan.tiles_per_split)
+        split = replace(plan, num_splits=splits)
         error = problem.error(split, pdl=pdl)
         if error > _TOLERANCE:
             raise ArithmeticError(f"{split}: off by {error:.3g} from float64")
