@@ -9,8 +9,8 @@ only then waits (`gdc_wait`) for its predecessor's results:
 
 `gdc_wait` returns when the predecessor has ended and its stores are visible.  Three rules keep that safe:
 
-1. Every program executes `gdc_wait`, one that leaves early too.  So kernel n ends only after kernel n - 1 has ended, and
-   by induction all earlier ones have: what follows the wait of n + 1 sees the results of every earlier kernel.
+1. Every program executes `gdc_wait`, one that leaves early too.  So kernel n ends only after kernel n - 1 has ended,
+   and by induction all earlier ones have: what follows the wait of n + 1 sees the results of every earlier kernel.
 2. Before the wait nothing is read but weights, which no kernel of a step writes, and what was written before the
    last ordinary launch in front of this one began: such a launch starts when all before it have ended, and this
    one starts after it did.  Decode attention reads so lengths, positions and block tables, which the step's
