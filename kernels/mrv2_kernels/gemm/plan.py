@@ -33,6 +33,9 @@ class LinearPlan:
     early: bool = False
     # of ``warpgroup`` in a layer: takes in the norm before it and the partial sums that this adds
     normed: bool = False
+    # of ``warpgroup``: the successor may start when all is multiplied, not at once; one of many programs, as attention
+    # is, would crowd the multiprocessors that this one leaves free
+    release_late: bool = False
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
@@ -50,6 +53,7 @@ class LinearPlan:
         if self.variant == "library":
             return self.variant
         late = ("" if self.ahead else " late") + (" early" if self.early else "") + (" normed" if self.normed else "")
+        late += " release" if self.release_late else ""
         return f"{self.variant} m{self.block_m} n{self.block_n} s{self.splits} w{self.num_warps} x{self.stages}{late}"
 
 
