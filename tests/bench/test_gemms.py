@@ -130,7 +130,7 @@ def test_candidates_in_parts_suit_their_product(product: Product, num_rows: int)
 def test_there_are_few_enough_candidates_for_a_minute() -> None:
     """Each takes 60 ms of a GPU, one process in sixteen compiles and checks ten a second."""
     tasks = [plan for find in CANDIDATES.values() for m in BUCKETS for each in PRODUCTS for plan in find(m, each, None)]
-    assert len(tasks) <= 760
+    assert len(tasks) <= 740
 
 
 @pytest.mark.parametrize("num_rows", FP8_BUCKETS)

@@ -91,7 +91,7 @@ def parts_candidates(num_rows: int, product: Product, quantization: Quantization
     if quantization is not None:
         return []
     # rotary embedding and attention read whole sums, and so does a gate
-    plans = _warpgroup(num_rows, product, (1,) if product.normed else (2, 4, 8, 12, 16))
+    plans = _warpgroup(num_rows, product, (1,) if product.normed else (2, 4, 8))
     if product.normed and num_rows <= MAX_NORMED_ROWS:
         plans += [replace(plan, normed=True) for plan in plans]
     num_outputs = product.num_outputs // (2 if product.gated else 1)
@@ -170,14 +170,15 @@ def _warpgroup(num_rows: int, product: Product, splits: tuple[int, ...]) -> list
     # tensor cores take rows by the eight
     top = min(256, max(8, next_power_of_2(num_rows)))
     plans = []
-    for block_m in sorted({top, max(8, top // 2)}):
-        # a second warp group pays off where the first one's sums fill its registers
-        for num_warps in (4, 8) if block_m >= 128 else (4,):
+    # several tiles of rows read the same weights again, from L2
+    for block_m in sorted({top, max(8, top // 2), max(64, top // 4) if top > 64 else top}):
+        # the sums of 256 rows take half of the registers of one warp group
+        for num_warps in (4, 8) if block_m > 128 else (4,):
             for split in splits:
-                # from a third of a wave up to three of them
-                if 48 <= _programs(num_rows, product, block_m, _WARPGROUP_N, split) <= 400:
+                # from a quarter of a wave, for many sums cost whoever adds them, up to three of them
+                if 32 <= _programs(num_rows, product, block_m, _WARPGROUP_N, split) <= 400:
                     # of x, as many blocks as there is room for
-                    plans.append(LinearPlan("warpgroup", block_m, _WARPGROUP_N, split, num_warps, 8))
+                    plans.append(LinearPlan("warpgroup", block_m, _WARPGROUP_N, split, num_warps, 16))
     return plans
 
 
