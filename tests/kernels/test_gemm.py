@@ -11,11 +11,13 @@ from mrv2_kernels.gemm import (
     LinearWorkspace,
     fused_linear,
     linear,
+    linear_of_sums,
     linear_parts,
     why_not,
     workspace_for,
 )
 from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
+from mrv2_kernels.layers import rms_norm
 
 # one rounding of the result and a little for sums of up to 3072 terms of size one
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3}
@@ -176,6 +178,42 @@ def test_a_gated_product_in_parts_is_its_activation() -> None:
     x, weight = made_up(7, 96, 272, torch.float16)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
     assert_close(linear_parts(x, weight, LinearPlan("warpgroup", 8, 64), gated=True), gate * gate.sigmoid() * up)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_of_sums_is_that_of_the_norm_which_adds_them(gated: bool) -> None:
+    torch.manual_seed(0)
+    weight, norm = made_up(1, 96, 64, torch.float16)[1], torch.rand(64).half() + 0.5
+    sums, residual = torch.randn(3, 7, 64), torch.randn(7, 64).half()
+    out, stream = linear_of_sums(
+        sums, residual, norm, 1e-6, weight, LinearPlan("warpgroup", 8, 64, normed=True), gated=gated
+    )
+    # each rounding has its place: the product's alone, then the addition's
+    assert torch.equal(stream, ((sums[0] + sums[1]) + sums[2]).half() + residual)
+    normed, summed = rms_norm(sums, norm, 1e-6, residual)
+    assert torch.equal(stream, summed)
+    expected = normed.double() @ weight.double().T
+    if gated:
+        expected = expected[:, :48] * expected[:, :48].sigmoid() * expected[:, 48:]
+    assert_close(out, expected)
+
+
+def test_what_products_of_sums_refuse() -> None:
+    for fields in ({"variant": "resident"}, {"variant": "warpgroup", "block_n": 64, "splits": 2}):
+        with pytest.raises(ValueError, match="only warpgroup without splits takes in a norm"):
+            LinearPlan(**fields, normed=True)
+    normed = LinearPlan("warpgroup", 8, 64, normed=True)
+
+    def call(plan: LinearPlan, num_rows: int, num_inputs: int) -> None:
+        residual, weight = torch.zeros(num_rows, num_inputs).half(), torch.zeros(64, num_inputs).half()
+        linear_of_sums.triton(torch.zeros(2, num_rows, num_inputs), residual, weight[0], 1e-6, weight, plan)
+
+    with pytest.raises(ValueError, match="takes in no norm"):
+        call(LinearPlan("warpgroup", 8, 64), 8, 256)
+    with pytest.raises(ValueError, match="9 rows of 256: norms of 8 rows of a power of two at most"):
+        call(normed, 9, 256)
+    with pytest.raises(ValueError, match="8 rows of 272"):
+        call(normed, 8, 272)
 
 
 def test_what_products_in_parts_refuse() -> None:

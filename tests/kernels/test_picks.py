@@ -62,13 +62,14 @@ def test_layers_of_the_committed_table_are_in_one_form_at_a_time() -> None:
 
 def test_plans_in_parts_of_the_committed_table_suit_all_rows_that_take_them() -> None:
     for key, picks in read_picks(json.loads(TABLE.read_text())).items():
-        for (_, num_outputs, num_inputs), pick in picks.items():
+        for (num_rows, num_outputs, num_inputs), pick in picks.items():
             if pick.parts is None:
                 continue
             assert pick.parts.variant == "warpgroup" and not key.endswith(", fp8")
             gated = (num_outputs, num_inputs) == QWEN3[2]
             outputs = num_outputs // (2 if gated else 1)
-            # any number of rows, of which only the padded one is new
+            # programs make the rows of a norm, all of them
+            assert not pick.parts.normed or (num_rows <= pick.parts.block_m and num_inputs & (num_inputs - 1) == 0)
             assert why_not(pick.parts, 1, outputs, num_inputs, torch.bfloat16) is None
             # only what a norm reads next may be partial sums
             assert pick.parts.splits == 1 or (num_outputs, num_inputs) in (QWEN3[1], QWEN3[3])

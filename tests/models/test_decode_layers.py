@@ -23,6 +23,8 @@ from mrv2_models.registry import load_model
 GEMV = LinearPlan("gemv")
 # of products whose sums somebody adds, and of others
 PARTS, WHOLE = LinearPlan("warpgroup", 8, 64, splits=3), LinearPlan("warpgroup", 8, 64)
+# of products that take in the norm which would add them
+NORMED = replace(WHOLE, normed=True)
 PROMPTS = {"a": list(range(3, 20)), "b": [7, 9, 11]}
 STEPS = [PROMPTS, {"a": [5], "b": [6]}, {"a": [8]}, {"a": [1], "b": [2]}]
 
@@ -86,28 +88,38 @@ def give_parts(model: nn.Module, num_rows: int, *, whole: LinearPlan = WHOLE) ->
 
 
 @pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Shapes of the partial sums that norms add."""
-    shapes: list[torch.Size] = []
-    right = mrv2_models.layers.rms_norm
+def added(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Size]]:
+    """Shapes of the partial sums that norms add, and that products with a norm in them do."""
+    shapes: dict[str, list[torch.Size]] = {"rms_norm": [], "linear_of_sums": []}
 
-    def seen(x: torch.Tensor, *args: object) -> object:
-        if x.dim() == 3:
-            shapes.append(x.shape)
-        return right(x, *args)
+    def watch(name: str) -> None:
+        right = getattr(mrv2_models.layers, name)
 
-    monkeypatch.setattr(mrv2_models.layers, "rms_norm", seen)
+        def seen(x: torch.Tensor, *args: object, **kwargs: object) -> object:
+            if x.dim() == 3:
+                shapes[name].append(x.shape)
+            return right(x, *args, **kwargs)
+
+        monkeypatch.setattr(mrv2_models.layers, name, seen)
+
+    for name in shapes:
+        watch(name)
     return shapes
 
 
+@pytest.mark.parametrize("whole", [WHOLE, NORMED], ids=lambda plan: plan.label)
 @pytest.mark.parametrize("num_rows", [2, 64])
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
 def test_layers_in_parts_compute_what_separate_kernels_do(
-    preset: str, num_rows: int, added: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+    preset: str,
+    num_rows: int,
+    whole: LinearPlan,
+    added: dict[str, list[torch.Size]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = load_model(preset, load_format="dummy", dtype=torch.float64)
     expected = logits(model)
-    num_split = give_parts(model, num_rows)
+    num_split = give_parts(model, num_rows, whole=whole)
     right = mrv2_models.layers.silu_and_mul
 
     def for_prompts(x: torch.Tensor) -> torch.Tensor:
@@ -116,42 +128,46 @@ def test_layers_in_parts_compute_what_separate_kernels_do(
 
     monkeypatch.setattr(mrv2_models.layers, "silu_and_mul", for_prompts)
     torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
-    sizes = [sum(map(len, tokens.values())) for tokens in STEPS]
-    assert added == [
-        (3, rows, model.config.hidden_size) for rows in sizes if rows <= num_rows for _ in range(num_split)
-    ]
+    sizes = [rows for rows in (sum(map(len, tokens.values())) for tokens in STEPS) if rows <= num_rows]
+    # the model's last norm stands alone
+    by_norms = num_split if whole is WHOLE else 1
+    for name, count in (("rms_norm", by_norms), ("linear_of_sums", num_split - by_norms)):
+        assert added[name] == [(3, rows, model.config.hidden_size) for rows in sizes for _ in range(count)], name
 
 
-def test_partial_sums_go_only_to_who_adds_them(added: list[torch.Size]) -> None:
+def test_partial_sums_go_only_to_who_adds_them(added: dict[str, list[torch.Size]]) -> None:
     """Rotation, attention and activation read whole sums, whatever a table says of the product before them."""
     model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
     expected = logits(model)
     give_parts(model, 64, whole=PARTS)
     torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
-    assert added and all(shape[-1] == model.config.hidden_size for shape in added)
+    assert added["rms_norm"] and all(shape[-1] == model.config.hidden_size for shape in added["rms_norm"])
 
 
+@pytest.mark.parametrize("whole", [WHOLE, NORMED], ids=lambda plan: plan.label)
 @pytest.mark.parametrize("index", range(4))
-def test_a_layer_may_be_in_parts_in_part(index: int) -> None:
+def test_a_layer_may_be_in_parts_in_part(index: int, whole: LinearPlan) -> None:
+    """Where a product leaves no sums, the one behind it takes in no norm."""
     model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
     expected = logits(model)
-    give_parts(model, 64)
+    give_parts(model, 64, whole=whole)
     for each in products(model)[index::4]:
         each.picks = ProductPicks()
     torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_layer_that_fuses_reads_no_parts(added: list[torch.Size]) -> None:
+def test_a_layer_that_fuses_reads_no_parts(added: dict[str, list[torch.Size]]) -> None:
     """Were both in a table, a layer would be fused, as `DecoderLayer` asks that first."""
     model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
     expected = logits(model)
     for each in products(model):
         each.picks = ProductPicks((64,), (Pick(LIBRARY, GEMV, PARTS),))
     torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
-    assert not added
+    assert not any(added.values())
 
 
-def test_what_is_tapped_is_whole(added: list[torch.Size]) -> None:
+@pytest.mark.parametrize("whole", [WHOLE, NORMED], ids=lambda plan: plan.label)
+def test_what_is_tapped_is_whole(whole: LinearPlan, added: dict[str, list[torch.Size]]) -> None:
     """A drafter sees the residual stream after any layer, the first and the last, the same one twice."""
     model = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
     last = model.config.num_hidden_layers
@@ -159,7 +175,7 @@ def test_what_is_tapped_is_whole(added: list[torch.Size]) -> None:
     results = []
     for in_parts in (False, True):
         if in_parts:
-            give_parts(model, 64)
+            give_parts(model, 64, whole=whole)
         harness = PagedHarness(model)
         batch = harness.batch(PROMPTS)
         num_rows = sum(map(len, PROMPTS.values()))
@@ -167,13 +183,14 @@ def test_what_is_tapped_is_whole(added: list[torch.Size]) -> None:
         inputs, attn = harness.state.prepare_inputs(batch), harness.state.prepare_attn(batch)
         hidden = model(**inputs, attn=attn, kv_caches=harness.kv_caches, aux_hidden=taps)
         results.append((hidden, taps))
-    assert added
+    assert added["rms_norm"]
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
     first, after_one, _, again = results[1][1].chunk(4, dim=1)
     assert torch.equal(after_one, again) and not torch.equal(first, after_one)
 
 
-def test_a_layer_that_drafts_may_be_in_parts_too(added: list[torch.Size]) -> None:
+@pytest.mark.parametrize("whole", [WHOLE, NORMED], ids=lambda plan: plan.label)
+def test_a_layer_that_drafts_may_be_in_parts_too(whole: LinearPlan, added: dict[str, list[torch.Size]]) -> None:
     target = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
     head = random_head("mtp", target)
     harness = PagedHarness(target)
@@ -183,11 +200,11 @@ def test_a_layer_that_drafts_may_be_in_parts_too(added: list[torch.Size]) -> Non
     results = []
     for in_parts in (False, True):
         if in_parts:
-            assert give_parts(head, 64) == 2
+            assert give_parts(head, 64, whole=whole) == 2
         inputs = (batch.input_ids, features, batch.positions, harness.state.prepare_attn(batch), harness.kv_caches[0])
         results.append(head(*inputs))
     # down's sums have no norm behind them in this head
-    assert len(added) == 1 and results[1].shape == results[0].shape
+    assert sum(map(len, added.values())) == 1 and results[1].shape == results[0].shape
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
