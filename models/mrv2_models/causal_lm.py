@@ -71,10 +71,32 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the attention of `x`; with `norm` and `residual`, if it `fuses`, ``residual + attention(norm(x))``.
 
-        If `partial`, what comes back may be partial sums ``[S, T, H]`` float32 (`layers.whole` adds them).
+        If `partial`, what comes back may be partial sums ``[S, T, H]`` float32 (`whole` adds them).
         """
+        attended = self.attend(self.qkv(x, norm=norm), positions, attn, kv_cache)
+        return self.o(attended, residual=residual, partial=partial)
+
+    # x [T, H] or [S, T, H] float32, residual [T, H] -> ([T, H] or [S, T, H] float32, [T, H])
+    def of_sum(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: RMSNorm,
+        positions: torch.Tensor,
+        attn: AttentionMetadata,
+        kv_cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention of ``norm(x + residual)``, maybe in partial sums (`whole`), and ``x + residual``."""
+        qkv, summed = self.qkv.of_sum(x, residual, norm)
+        return self.o(self.attend(qkv, positions, attn, kv_cache), partial=True), summed
+
+    # qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]
+    def attend(
+        self, qkv: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata, kv_cache: LayerCache
+    ) -> torch.Tensor:
+        """Return the heads' attention, between the projections."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q, k, v = self.qkv(x, norm=norm).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
+        q, k, v = qkv.view(qkv.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
         if attn.takes_fused(self.num_kv_heads, self.head_dim, q.dtype, kv_cache[0].dtype):
             norms = self.head_norms()
             weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
@@ -82,7 +104,7 @@ class SelfAttention(nn.Module):
         else:
             self.rotate(q, k, positions)
             out = attend(q, k, v, *kv_cache, attn, self.scale)
-        return self.o(out.flatten(1), residual=residual, partial=partial)
+        return out.flatten(1)
 
     def fuses(self, num_rows: int) -> bool:
         """Whether both products take in what surrounds them."""
@@ -99,7 +121,8 @@ class DecoderLayer(nn.Module):
 
     Where all four products of a layer fuse, which the number of rows decides, norms, activation and additions are
     parts of the products instead: five launches, and the stream itself goes from layer to layer.  Elsewhere the norms
-    also add what a product that split its inputs leaves in parts, and what goes on may be partial sums ``[S, T, H]``.
+    also add what a product that split its inputs leaves in parts, and what goes on may be partial sums ``[S, T, H]``;
+    a product of few rows takes such a norm in.
     """
 
     def __init__(self, config: ModelConfig, attention: SelfAttention, place: Placement) -> None:
@@ -122,12 +145,10 @@ class DecoderLayer(nn.Module):
             x = self.attention(x, positions, attn, kv_cache, norm=self.input_norm, residual=x)
             return self.mlp(x, norm=self.post_norm, residual=x), None
         if residual is None:
-            x, residual = self.input_norm(x), x
+            x, residual = self.attention(self.input_norm(x), positions, attn, kv_cache, partial=True), x
         else:
-            x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, positions, attn, kv_cache, partial=True)
-        x, residual = self.post_norm.add(x, residual)
-        return self.mlp(x, partial=True), residual
+            x, residual = self.attention.of_sum(x, residual, self.input_norm, positions, attn, kv_cache)
+        return self.mlp.of_sum(x, residual, self.post_norm)
 
     def weight_sources(self, prefix: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensors under ``<prefix>``."""

@@ -17,16 +17,18 @@ from torch import nn
 from mrv2_kernels.gemm import (
     FP8,
     LinearWorkspace,
+    add_partials,
     fp8_picks,
     fused_linear,
     linear,
+    linear_of_sums,
     linear_parts,
     picks_for,
     picks_of,
     quantise_rows,
     workspace_for,
 )
-from mrv2_kernels.layers import add_partials, rms_norm, silu_and_mul
+from mrv2_kernels.layers import rms_norm, silu_and_mul
 from mrv2_models.parallel import Shard, all_gather_last, all_reduce
 
 Quantization = Literal["fp8"]
@@ -145,6 +147,17 @@ class Linear(nn.Module):
                 out.add_(self.bias)
         return silu_and_mul(out) if gated else out
 
+    # x [T, in] or [S, T, in] float32, residual [T, in] -> ([T, out], [T, in])
+    def of_sum(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, *, gated: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the product of ``norm(x + residual)``, and ``x + residual``; x may be partial sums."""
+        plan = self.picks.at(residual.shape[0]).parts
+        if x.dim() == 3 and plan is not None and plan.normed and self._is_whole():
+            return linear_of_sums(x, residual, norm.weight, norm.eps, self.weight, plan, gated=gated)
+        normed, summed = norm.add(x, residual)
+        return self(normed, gated=gated), summed
+
     def _is_whole(self) -> bool:
         """Whether this rank's weights are the whole product."""
         return self.shard.world_size == 1 and self.bias is None
@@ -261,20 +274,16 @@ class GatedMLP(nn.Module):
 
     # x, residual [T, H] -> [T, H]
     def forward(
-        self,
-        x: torch.Tensor,
-        *,
-        norm: RMSNorm | None = None,
-        residual: torch.Tensor | None = None,
-        partial: bool = False,
+        self, x: torch.Tensor, *, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the MLP of `x`; with `norm` and `residual`, for which it must fuse, ``residual + mlp(norm(x))``.
+        """Return the MLP of `x`; with `norm` and `residual`, for which it must fuse, ``residual + mlp(norm(x))``."""
+        return self.down(self.gate_up(x, norm=norm, gated=True), residual=residual)
 
-        If `partial`, what comes back may be partial sums ``[S, T, H]`` float32 (`whole` adds them).
-        """
-        if norm is not None:
-            return self.down(self.gate_up(x, norm=norm, gated=True), residual=residual)
-        return self.down(self.gate_up(x, gated=True), partial=partial)
+    # x [T, H] or [S, T, H] float32, residual [T, H] -> ([T, H] or [S, T, H] float32, [T, H])
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP of ``norm(x + residual)``, and ``x + residual``; of the MLP maybe partial sums (`whole`)."""
+        hidden, summed = self.gate_up.of_sum(x, residual, norm, gated=True)
+        return self.down(hidden, partial=True), summed
 
     def fuses(self, num_rows: int) -> bool:
         """Whether both products take in what surrounds them."""

@@ -42,9 +42,14 @@ NUM_SLOTS = len(SEEDS)
 
 # one launch, in which the last arriver draws; two, with blocks beyond the row's end in a program's share
 LAUNCHES = {
-    "one": (BlockedLaunch(), TruncatedLaunch(repeats=2, collect=64)),
-    "two": (BlockedLaunch(span=3, is_split=True), TruncatedLaunch(repeats=2, collect=64, is_split=True)),
+    "one": (FusedLaunch(block=64, step=32), BlockedLaunch(), TruncatedLaunch(repeats=2, collect=64)),
+    "two": (
+        FusedLaunch(block=32, step=32, span=3, is_split=True),
+        BlockedLaunch(span=3, is_split=True),
+        TruncatedLaunch(repeats=2, collect=64, is_split=True),
+    ),
     "few": (
+        FusedLaunch(block=16, step=8, span=5),
         BlockedLaunch(span=2, is_split=True, pick_warps=1),
         TruncatedLaunch(repeats=3, collect=128, is_split=True, draw_warps=1),
     ),
@@ -55,9 +60,9 @@ LAUNCHES = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Many blocks, chunks and groups in a row of a few hundred tokens, and little room for candidates."""
     for module, sizes in (
-        (gumbel_fused, {"FUSED": ((1, FusedLaunch(block=64, step=32)),)}),
-        (gumbel_blocked, {"_BLOCK": 64, "_STEP": 32, "BLOCKED": ((1, request.param[0]),)}),
-        (gumbel_truncated, {"_LANES": 8, "_HOT": 16, "_FEW": 32, "TRUNCATED": ((1, request.param[1]),)}),
+        (gumbel_fused, {"_TAKEN_ROWS": 4, "FUSED": ((1, request.param[0]),)}),
+        (gumbel_blocked, {"_BLOCK": 64, "_STEP": 32, "BLOCKED": ((1, request.param[1]),)}),
+        (gumbel_truncated, {"_LANES": 8, "_HOT": 16, "_FEW": 32, "TRUNCATED": ((1, request.param[2]),)}),
         (gumbel_wide, {"_BLOCK": 64, "_FEW": 32}),
     ):
         for name, size in sizes.items():
@@ -240,6 +245,26 @@ def test_kernels_say_which_rows_cannot_be_sampled(op):
         kernel, reference = both_twins(op, logits, slots, TRUNCATION)
         assert kernel[:4] == reference[:4] == [-1, -1, 101, 8]
         assert 0 <= kernel[4] < 110
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("op", [gumbel_fused_sample, gumbel_blocked_sample])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_rows_take_the_lowest_id_of_the_maximum_wherever_it_lies(op, dtype):
+    """Ties within a block, across blocks and across programs; NaN wins from any place, beyond the vocabulary none."""
+    generator = torch.Generator().manual_seed(8)
+    logits = make_logits("ties", 40, 203, dtype)
+    logits[8:20] = logits[8:20].clamp(max=1.0)
+    logits[20:28] = -INF
+    logits[20:28].scatter_(1, torch.randint(203, (8, 2), generator=generator), -7.0)
+    logits[28:34, 31] = INF
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    logits[34:40].scatter_(1, torch.randint(203, (6, 1), generator=generator), NAN)
+    expected[34:40] = [-1] * 6
+    assert len({token // 64 for token in expected}) > 3
+    for truncation in (None, TRUNCATION):
+        kernel, reference = both_twins(op, logits, [0] * 40, truncation)
+        assert kernel == reference == expected
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -77,6 +77,21 @@ def test_both_twins_follow_the_definition(kind, vocab, block, monkeypatch):
             check(twin, logits, k, p)
 
 
+def test_rows_whose_kept_tokens_are_few_need_no_sweeps_of_one_program(monkeypatch):
+    """Chunks of a row are scanned and masked by programs of their own; ties of the border lie in several of them."""
+
+    def sweep(*args):
+        raise AssertionError("one program sweeps a row of few kept tokens")
+
+    monkeypatch.setattr(top_k_top_p, "truncate_row", sweep)
+    monkeypatch.setattr(top_k_top_p, "_BLOCK", 512)
+    for kind in ("random", "ties", "masked", "wide"):
+        logits = make_logits(kind, 1, 9000)
+        logits[0, [100, 5300, 8999]] = logits.max()
+        for k, p in ((1, 1.0), (5, 1.0), (40, 1.0), (10, 0.7), (3, 0.0)):
+            check("triton", logits, k, p)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype):
     logits = make_logits("random", 1, 333).to(dtype)

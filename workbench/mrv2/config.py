@@ -121,7 +121,7 @@ class Knobs:
     sampler: Literal["gumbel_fused", "gumbel_two_pass", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(
         "gumbel_fused",
         "D",
-        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one launch over the raw logits. "
+        "How v2 draws tokens; v1 always does as softmax_race. gumbel_fused: one pass over the raw logits. "
         "gumbel_two_pass: fp32 copy, temperature, masks, noise and arg-max by block, arg-max of the blocks. "
         "softmax_race: probabilities divided by exponential noise. These three draw the same tokens; gumbel_blocked "
         "(noise for one block of tokens only) and torch_sort (plain torch) draw others of the same distribution.",

@@ -18,7 +18,7 @@ from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_torch, gemv_triton
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan, LinearWorkspace
 from mrv2_kernels.gemm.resident import resident_linear, why_not_resident
 from mrv2_kernels.gemm.streamed import streamed_linear, why_not_streamed
-from mrv2_kernels.gemm.warpgroup import warpgroup_linear, why_not_warpgroup
+from mrv2_kernels.gemm.warpgroup import warpgroup_linear, warpgroup_linear_of_sums, why_not_warpgroup
 
 
 def why_not(
@@ -192,6 +192,62 @@ def linear_parts_torch(
 
 
 linear_parts = dispatch(linear_parts_triton, linear_parts_torch)
+
+
+# partials [S, M, N] -> [M, N]
+def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of a product's partial sums, added in their order and rounded once."""
+    total = partials[0]
+    for part in partials[1:]:
+        total = total + part
+    return total.to(dtype)
+
+
+def linear_of_sums_triton(
+    # [S', M, K] float32
+    x: torch.Tensor,
+    # [M, K]
+    residual: torch.Tensor,
+    # [K]
+    norm: torch.Tensor,
+    eps: float,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product [M, N] of the norm of s, and s [M, K], the partial sums x and the residual added.
+
+    Raises `ValueError` for a plan that is not `LinearPlan.normed`, or that does not suit the shape.
+    """
+    if not plan.normed:
+        raise ValueError(f"{plan.label}: takes in no norm")
+    return warpgroup_linear_of_sums(x, residual, norm, eps, weight, plan, gated=gated)
+
+
+def linear_of_sums_torch(
+    # [S', M, K] float32
+    x: torch.Tensor,
+    # [M, K]
+    residual: torch.Tensor,
+    # [K]
+    norm: torch.Tensor,
+    eps: float,
+    # [N, K]; [2 N, K] if gated
+    weight: torch.Tensor,
+    plan: LinearPlan,
+    *,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `linear_of_sums_triton`."""
+    summed = add_partials(x, residual.dtype) + residual
+    acc = accumulator_dtype(residual.dtype)
+    normed = F.rms_norm(summed.to(acc), summed.shape[-1:], norm.to(acc), eps).to(residual.dtype)
+    return linear_parts_torch(normed, weight, plan, gated=gated), summed
+
+
+linear_of_sums = dispatch(linear_of_sums_triton, linear_of_sums_torch)
 
 
 def workspace_for(

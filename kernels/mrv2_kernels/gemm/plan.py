@@ -31,6 +31,11 @@ class LinearPlan:
     ahead: bool = True
     # of ``resident``: weights are in registers, of the dtype of x, before the predecessor has ended
     early: bool = False
+    # of ``warpgroup`` in a layer: takes in the norm before it and the partial sums that this adds
+    normed: bool = False
+    # of ``warpgroup``: the successor may start when all is multiplied, not at once; one of many programs, as attention
+    # is, would crowd the multiprocessors that this one leaves free
+    release_late: bool = False
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
@@ -39,13 +44,16 @@ class LinearPlan:
             value = getattr(self, name)
             if value < 1 or (value & (value - 1) and name not in ("splits", "stages")):
                 raise ValueError(f"{name} = {value}: must be positive, and a power of two for blocks and warps")
+        if self.normed and (self.variant != "warpgroup" or self.splits > 1):
+            raise ValueError(f"{self.label}: only warpgroup without splits takes in a norm of partial sums")
 
     @property
     def label(self) -> str:
         """Short name, as in ``resident m16 n32 s1 w4 x4``."""
         if self.variant == "library":
             return self.variant
-        late = ("" if self.ahead else " late") + (" early" if self.early else "")
+        late = ("" if self.ahead else " late") + (" early" if self.early else "") + (" normed" if self.normed else "")
+        late += " release" if self.release_late else ""
         return f"{self.variant} m{self.block_m} n{self.block_n} s{self.splits} w{self.num_warps} x{self.stages}{late}"
 
 

@@ -61,6 +61,7 @@ def _warpgroup_linear_kernel(
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,
+    RELEASE_LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     W: gl.constexpr = gl.num_warps()
@@ -70,7 +71,7 @@ def _warpgroup_linear_kernel(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
     # outputs of a program
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    if PDL:
+    if PDL and not RELEASE_LATE:
         gdc_launch_dependents()
     tile = gl.program_id(0)
     split = gl.program_id(1)
@@ -166,6 +167,8 @@ def _warpgroup_linear_kernel(
         elif TENSOR_MEMORY and c > 0:
             # no phase of the barrier may pass unseen
             hopper.mbarrier.wait(done, (c - 1) % 2)
+    if PDL and RELEASE_LATE:
+        gdc_launch_dependents()
     if TENSOR_MEMORY:
         hopper.mbarrier.wait(done, (CHUNKS - 1) % 2)
         hopper.mbarrier.invalidate(done)
@@ -327,6 +330,7 @@ def _launch(
         CHUNKS=chunks,
         STAGES=stages,
         TENSOR_MEMORY=tensor_memory,
+        RELEASE_LATE=plan.release_late,
         PDL=pdl,
         num_warps=plan.num_warps,
         launch_pdl=pdl,
@@ -348,7 +352,13 @@ def aot_cases() -> list[AotCase]:
         "BLOCK_K": 128,
         "PDL": True,
     }
-    whole: dict[str, object] = constants | {"GATED": False, "BLOCK_M": 64, "CHUNKS": 8, "STAGES": 5}
+    whole: dict[str, object] = constants | {
+        "GATED": False,
+        "RELEASE_LATE": False,
+        "BLOCK_M": 64,
+        "CHUNKS": 8,
+        "STAGES": 5,
+    }
     few: dict[str, object] = {"GATED": True, "BLOCK_M": 8, "STAGES": 8}
     aligned = frozenset(signature) - {"num_rows"}
     shapes: tuple[tuple[dict[str, str], dict[str, object], int], ...] = (
@@ -356,7 +366,7 @@ def aot_cases() -> list[AotCase]:
         ({}, few, 4),
         ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 8, "ROWS": 1, "EPS": 1e-6}, 4),
         ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 2, "ROWS": 8, "EPS": 1e-6}, 4),
-        ({"out_ptr": "*fp32"}, {"CHUNKS": 4, "STAGES": 4}, 4),
+        ({"out_ptr": "*fp32"}, {"CHUNKS": 4, "STAGES": 4, "RELEASE_LATE": True}, 4),
         ({}, {"GATED": True, "BLOCK_M": 256, "BLOCK_K": 64, "CHUNKS": 16, "STAGES": 3}, 8),
     )
     return [

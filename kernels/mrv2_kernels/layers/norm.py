@@ -18,6 +18,7 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.linear import add_partials
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 
@@ -120,15 +121,6 @@ def rms_norm_torch(
     acc = summed.to(accumulator_dtype(x.dtype))
     out = torch.nn.functional.rms_norm(acc, acc.shape[-1:], weight.to(acc.dtype), eps).to(x.dtype)
     return out if residual is None else (out, summed)
-
-
-# partials [S, T, H] -> [T, H]
-def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of a product's partial sums, added in their order and rounded once."""
-    total = partials[0]
-    for part in partials[1:]:
-        total = total + part
-    return total.to(dtype)
 
 
 rms_norm = dispatch(rms_norm_triton, rms_norm_torch)

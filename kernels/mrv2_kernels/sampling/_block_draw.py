@@ -55,15 +55,15 @@ def _exact_key(row_ptr, start, vocab, temperature, seed, position, BLOCK: tl.con
     """Return the key of the best token of the block by its exact scores, a few at a time: it spares registers."""
     lane = tl.arange(0, STEP)
     key = tl.zeros([], tl.int64)
-    for base in range(start, start + BLOCK, STEP):
-        token = base + lane
-        score = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        # masked vocabularies come here block by block; they need no noise
-        if (temperature != 0.0) & (max_or_nan(score) != float("-inf")):
-            score = gumbel_score(score, temperature, seed, position, token, False)
-        best = max_or_nan(score)
-        first = tl.min(tl.where(score == best, lane, STEP - 1), axis=0)
-        key = tl.maximum(key, score_key(best, base + first))
+    # masked vocabularies come here block by block; they need no noise
+    if max_or_nan(logits_before(row_ptr, start, vocab, BLOCK).to(tl.float32)) != float("-inf"):
+        for base in range(start, start + BLOCK, STEP):
+            token = base + lane
+            logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            score = gumbel_score(logits, temperature, seed, position, token, False)
+            best = max_or_nan(score)
+            first = tl.min(tl.where(score == best, lane, STEP - 1), axis=0)
+            key = tl.maximum(key, score_key(best, base + first))
     return key
 
 
@@ -100,27 +100,45 @@ def block_key(
 
     `logits` [BLOCK] are the block's, -inf beyond the vocabulary.
     """
-    lane = tl.arange(0, BLOCK)
-    token = start + lane
-    logits = logits.to(tl.float32)
-    is_greedy = temperature == 0.0
-    if is_greedy:
-        bound = logits
+    if temperature == 0.0:
+        key = greedy_key(logits, start, rival, BLOCK)
     else:
-        # 2^23 (logits / T + g) / log(2) - 159 * 2^23, from above
-        bound = logits * (12102203.161561485 / temperature) - loose_log2_uniform(seed, position, token)
+        key = random_key(logits, row_ptr, start, vocab, temperature, seed, position, rival, BLOCK, STEP)
+    return key
+
+
+@triton.jit
+def greedy_key(logits, start, rival, BLOCK: tl.constexpr):
+    """Return what `block_key` does where the temperature is 0: a maximum, and a second look where it may win."""
+    logits = logits.to(tl.float32)
+    top = max_or_nan(logits)
+    key = tl.zeros([], tl.int64)
+    # NaN wins
+    if not (top < rival):
+        first = tl.min(tl.where(logits == top, tl.arange(0, BLOCK), BLOCK - 1), axis=0)
+        key = score_key(top, start + first)
+    return key
+
+
+@triton.jit
+def random_key(
+    logits, row_ptr, start, vocab, temperature, seed, position, rival, BLOCK: tl.constexpr, STEP: tl.constexpr
+):
+    """Return what `block_key` does where the temperature is not 0."""
+    lane = tl.arange(0, BLOCK)
+    # 2^23 (logits / T + g) / log(2) - 159 * 2^23, from above
+    bound = logits.to(tl.float32) * (12102203.161561485 / temperature) - loose_log2_uniform(
+        seed, position, start + lane
+    )
     top = max_or_nan(bound)
     key = tl.zeros([], tl.int64)
     is_odd = (top != top) | (tl.abs(top) == float("inf"))
-    if top >= tl.where(is_greedy, rival, _bound_of(rival)):
+    if top >= _bound_of(rival):
         first = tl.min(tl.where(bound == top, lane, BLOCK - 1), axis=0)
-        score = top
-        num_rivals = first * 0
-        if not is_greedy:
-            best = start + first
-            score = gumbel_score(tl.load(row_ptr + best).to(tl.float32), temperature, seed, position, best, False)
-            num_rivals = tl.sum((bound >= _bound_of(score)).to(tl.int32), axis=0) - 1
-        key = score_key(score, start + first)
+        best = start + first
+        score = gumbel_score(tl.load(row_ptr + best).to(tl.float32), temperature, seed, position, best, False)
+        num_rivals = tl.sum((bound >= _bound_of(score)).to(tl.int32), axis=0) - 1
+        key = score_key(score, best)
         if num_rivals > 16:
             is_odd = True
         elif (num_rivals > 0) & (not is_odd):
@@ -129,6 +147,13 @@ def block_key(
         # a crowd of rivals, or nothing that a bound can be trusted for
         key = _exact_key(row_ptr, start, vocab, temperature, seed, position, BLOCK, STEP)
     return key
+
+
+@triton.jit
+def logits_before(row_ptr, start, end, BLOCK: tl.constexpr):
+    """Load a block, -inf from `end` on; without a branch, so that nothing waits for it early. [BLOCK]"""
+    token = start + tl.arange(0, BLOCK)
+    return tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
 
 
 @triton.jit

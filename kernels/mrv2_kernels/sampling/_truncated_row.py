@@ -13,9 +13,55 @@ of steps that all its threads take together.  Scratch memory of a row, in float3
 from __future__ import annotations
 
 from mrv2_kernels._triton import tl, triton
-from mrv2_kernels.sampling._block_draw import max_or_nan
+from mrv2_kernels.sampling._block_draw import larger, max_or_nan
 from mrv2_kernels.sampling._select import floor_of
 from mrv2_kernels.sampling.gumbel import gumbel_score
+
+
+@triton.jit
+def chunk_maxima(row_ptr, vocab, chunk, LANES: tl.constexpr, WIDTH: tl.constexpr, REPEATS: tl.constexpr):
+    """Return the maxima of the chunk's groups. [LANES]"""
+    offset = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    start = chunk * (LANES * WIDTH * REPEATS)
+    tops = tl.full([LANES, WIDTH], float("-inf"), tl.float32)
+    for repeat in tl.static_range(REPEATS):
+        token = start + repeat * (LANES * WIDTH) + offset
+        logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        tops = larger(tops, logits)
+    return tl.reduce(tops, 1, larger)
+
+
+@triton.jit
+def store_chunk(
+    maxima,
+    row_ptr,
+    vocab,
+    temperature,
+    with_mass,
+    chunk,
+    scratch_ptr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REPEATS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """Store the maxima of the chunk's groups and spans and, where wanted, its maximum and mass relative to that."""
+    tl.store(scratch_ptr + chunk * LANES + tl.arange(0, LANES), maxima)
+    spans_ptr = scratch_ptr + CHUNKS * (LANES + 2) + chunk * SPANS
+    tl.store(spans_ptr + tl.arange(0, SPANS), tl.reduce(tl.reshape(maxima, [SPANS, LANES // SPANS]), 1, larger))
+    if with_mass:
+        offset = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        start = chunk * (LANES * WIDTH * REPEATS)
+        top = tl.max(maxima, axis=0)
+        mass = tl.zeros([LANES, WIDTH], tl.float32)
+        for repeat in tl.static_range(REPEATS):
+            token = start + repeat * (LANES * WIDTH) + offset
+            logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            mass += tl.where(logits > float("-inf"), tl.exp((logits - top) / temperature), 0.0)
+        totals_ptr = scratch_ptr + CHUNKS * LANES + chunk
+        tl.store(totals_ptr, top)
+        tl.store(totals_ptr + CHUNKS, tl.sum(tl.sum(mass, axis=1), axis=0))
 
 
 @triton.jit
@@ -89,10 +135,8 @@ def _collect_groups(
 
 
 @triton.jit
-def _draw_found(
-    values_ptr, num_found, row_mass, temperature, seed, position, top_k, top_p, FEW: tl.constexpr, MOST: tl.constexpr
-):
-    """Return the token drawn from the at most MOST logits that were collected; -2 = top-p needs more of them.
+def _kept_of_found(values_ptr, num_found, row_mass, top_k, top_p, FEW: tl.constexpr, MOST: tl.constexpr):
+    """Return of the at most MOST logits that were collected the values, ids, which are kept, and if they suffice.
 
     `row_mass` is the mass that top-p shares out without top-k; negative = all of it was collected.
     """
@@ -121,13 +165,31 @@ def _draw_found(
         shared = tl.sum(tl.where(is_kept, masses, 0.0), axis=0)
     if top_p < 1.0:
         is_kept = is_kept & ((mass_before < top_p * shared) | (rank == 0))
+    return values, ids, is_kept, found_mass >= top_p * row_mass
+
+
+@triton.jit
+def _draw_found(
+    values_ptr, num_found, row_mass, temperature, seed, position, top_k, top_p, FEW: tl.constexpr, MOST: tl.constexpr
+):
+    """Return the token drawn from what `_kept_of_found` keeps; -2 = top-p needs more than was collected."""
+    values, ids, is_kept, is_enough = _kept_of_found(values_ptr, num_found, row_mass, top_k, top_p, FEW, MOST)
     drawn = tl.full([], -2, tl.int64)
-    if found_mass >= top_p * row_mass:
+    if is_enough:
         score = gumbel_score(values, temperature, seed, position, ids.to(tl.int32), True)
         score = tl.where(is_kept, score, float("-inf"))
         best = tl.max(score, axis=0)
         drawn = tl.min(tl.where(is_kept & (score == best), ids, float("inf")), axis=0).to(tl.int64)
     return drawn
+
+
+@triton.jit
+def _border_of_found(values_ptr, num_found, row_mass, top_k, top_p, FEW: tl.constexpr, MOST: tl.constexpr):
+    """Return the smallest logit that `_kept_of_found` keeps and the last id of its kept ties; -2 = not known."""
+    values, ids, is_kept, is_enough = _kept_of_found(values_ptr, num_found, row_mass, top_k, top_p, FEW, MOST)
+    value = tl.min(tl.where(is_kept, values, float("inf")), axis=0)
+    last = tl.max(tl.where(is_kept & (values == value), ids, -1.0), axis=0)
+    return value, tl.where(is_enough, last, -2.0)
 
 
 @triton.jit
@@ -143,15 +205,12 @@ def _floor_of_spans(spans, top_k):
 
 
 @triton.jit
-def draw_scanned_row(
+def _find_candidates(
     row_ptr,
     vocab,
-    seed,
-    position,
     temperature,
     min_p,
     top_k,
-    top_p,
     scratch_ptr,
     num_chunks,
     LANES: tl.constexpr,
@@ -164,7 +223,10 @@ def draw_scanned_row(
     COLLECT: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Return the token drawn from a row whose chunks are scanned; -1 = none, -2 = left over."""
+    """Collect the logits that may be kept; return their number and the row's mass (see `_kept_of_found`).
+
+    -1 = the row holds NaN or nothing above -inf; above FEW = too many, or the maximum is +inf.
+    """
     totals_ptr = scratch_ptr + CHUNKS * LANES
     spans_ptr = totals_ptr + CHUNKS * 2
     hot_ptr = spans_ptr + CHUNKS * SPANS
@@ -175,9 +237,10 @@ def draw_scanned_row(
     group = _grid(CHUNKS * LANES, THREADS) ^ 1
     maxima = tl.load(scratch_ptr + group, mask=group < num_chunks * LANES, other=float("-inf"), cache_modifier=".cg")
     top = max_or_nan(spans)
-    drawn = tl.full([], -2, tl.int64)
+    row_mass = tl.full([], -1.0, tl.float32)
+    num_found = tl.full([], FEW + 1, tl.int32)
     if (top != top) | (top == float("-inf")):
-        drawn += 1
+        num_found = tl.full([], -1, tl.int32)
     elif (top < float("inf")) & (top_k <= FEW):
         scaled_top = tl.div_rn(top, temperature)
         # the lowest finite float32: all that is above -inf
@@ -219,21 +282,114 @@ def draw_scanned_row(
             COLLECT,
             THREADS,
         )
-        if num_found <= FEW:
-            row_mass = tl.full([], -1.0, tl.float32)
-            if (top_k == 0) & (min_p == 0.0):
-                chunk = tl.arange(0, CHUNKS)
-                tops = tl.load(totals_ptr + chunk, mask=chunk < num_chunks, other=float("-inf"), cache_modifier=".cg")
-                chunk_masses = tl.load(
-                    totals_ptr + CHUNKS + chunk, mask=chunk < num_chunks, other=0.0, cache_modifier=".cg"
-                )
-                row_mass = tl.sum(chunk_masses * tl.exp((tops - top) / temperature), axis=0)
-            if num_found <= FEW // 2:
-                drawn = _draw_found(
-                    values_ptr, num_found, row_mass, temperature, seed, position, top_k, top_p, FEW, FEW // 2
-                )
-            else:
-                drawn = _draw_found(
-                    values_ptr, num_found, row_mass, temperature, seed, position, top_k, top_p, FEW, FEW
-                )
+        if (num_found <= FEW) & (top_k == 0) & (min_p == 0.0):
+            chunk = tl.arange(0, CHUNKS)
+            tops = tl.load(totals_ptr + chunk, mask=chunk < num_chunks, other=float("-inf"), cache_modifier=".cg")
+            masses = tl.load(totals_ptr + CHUNKS + chunk, mask=chunk < num_chunks, other=0.0, cache_modifier=".cg")
+            row_mass = tl.sum(masses * tl.exp((tops - top) / temperature), axis=0)
+    return num_found, row_mass
+
+
+@triton.jit
+def draw_scanned_row(
+    row_ptr,
+    vocab,
+    seed,
+    position,
+    temperature,
+    min_p,
+    top_k,
+    top_p,
+    scratch_ptr,
+    num_chunks,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REPEATS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr,
+    HOT: tl.constexpr,
+    FEW: tl.constexpr,
+    COLLECT: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Return the token drawn from a row whose chunks are scanned; -1 = none, -2 = left over."""
+    num_found, row_mass = _find_candidates(
+        row_ptr,
+        vocab,
+        temperature,
+        min_p,
+        top_k,
+        scratch_ptr,
+        num_chunks,
+        LANES,
+        WIDTH,
+        REPEATS,
+        CHUNKS,
+        SPANS,
+        HOT,
+        FEW,
+        COLLECT,
+        THREADS,
+    )
+    values_ptr = scratch_ptr + CHUNKS * (LANES + 2 + SPANS) + HOT
+    drawn = tl.full([], -2, tl.int64)
+    if num_found < 0:
+        drawn += 1
+    elif num_found <= FEW // 2:
+        drawn = _draw_found(values_ptr, num_found, row_mass, temperature, seed, position, top_k, top_p, FEW, FEW // 2)
+    elif num_found <= FEW:
+        drawn = _draw_found(values_ptr, num_found, row_mass, temperature, seed, position, top_k, top_p, FEW, FEW)
     return drawn
+
+
+@triton.jit
+def border_of_scanned_row(
+    row_ptr,
+    vocab,
+    top_k,
+    top_p,
+    scratch_ptr,
+    num_chunks,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REPEATS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr,
+    HOT: tl.constexpr,
+    FEW: tl.constexpr,
+    COLLECT: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Return the smallest logit that top-k and top-p keep of a row whose chunks are scanned, and its last kept id.
+
+    The id is -1 where the row holds NaN or nothing above -inf, and -2 where the row is left over.
+    """
+    one = tl.full([], 1.0, tl.float32)
+    num_found, row_mass = _find_candidates(
+        row_ptr,
+        vocab,
+        one,
+        one * 0.0,
+        top_k,
+        scratch_ptr,
+        num_chunks,
+        LANES,
+        WIDTH,
+        REPEATS,
+        CHUNKS,
+        SPANS,
+        HOT,
+        FEW,
+        COLLECT,
+        THREADS,
+    )
+    values_ptr = scratch_ptr + CHUNKS * (LANES + 2 + SPANS) + HOT
+    value = one * float("-inf")
+    last = one * -2.0
+    if num_found < 0:
+        last += 1.0
+    elif num_found <= FEW // 2:
+        value, last = _border_of_found(values_ptr, num_found, row_mass, top_k, top_p, FEW, FEW // 2)
+    elif num_found <= FEW:
+        value, last = _border_of_found(values_ptr, num_found, row_mass, top_k, top_p, FEW, FEW)
+    return value, last

@@ -21,7 +21,7 @@ from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.sampling._block_draw import block_key, block_logits, key_token, max_or_nan
+from mrv2_kernels.sampling._block_draw import block_key, block_logits, key_token, logits_before, max_or_nan
 from mrv2_kernels.sampling._exp2 import flushed_exp2
 from mrv2_kernels.sampling.gumbel import check_logits, gumbel_sample, gumbel_score
 from mrv2_kernels.sampling.gumbel_truncated import draw_truncated_rows
@@ -43,24 +43,26 @@ _FIRST_BLOCK = 1 << 24
 def _log_mass(logits, row_ptr, start, vocab, temperature, BLOCK: tl.constexpr):
     """Return L_b, or the largest logit where the temperature is 0; NaN if the block holds one.
 
-    `logits` may hold anything beyond the vocabulary.
+    `logits` are -inf beyond the vocabulary.
     """
-    scale = 1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature)
-    mass = tl.sum(flushed_exp2(logits.to(tl.float32) * scale), axis=0)
-    top = tl.log2(mass) * 0.6931471805599453
-    # of a larger mass nothing was lost: no term overflowed, and what was flushed is below 2^12 * 2^-126
-    is_exact = (mass > 8.077935669463161e-28) & (mass < float("inf"))
-    if not (is_exact & (temperature != 0.0) & (start + BLOCK <= vocab)):
-        top = _guarded_log_mass(block_logits(row_ptr, start, vocab, BLOCK), temperature)
+    if temperature == 0.0:
+        top = max_or_nan(logits.to(tl.float32))
+    else:
+        mass = tl.sum(flushed_exp2(logits.to(tl.float32) * (1.4426950408889634 / temperature)), axis=0)
+        top = tl.log2(mass) * 0.6931471805599453
+        # of a larger mass nothing was lost: no term overflowed, and what was flushed is below 2^12 * 2^-126
+        is_exact = (mass > 8.077935669463161e-28) & (mass < float("inf"))
+        if not (is_exact & (start + BLOCK <= vocab)):
+            top = _guarded_log_mass(block_logits(row_ptr, start, vocab, BLOCK), temperature)
     return top
 
 
 @triton.jit
 def _guarded_log_mass(logits, temperature):
-    """Return what `_log_mass` does, by exponentials relative to the largest logit."""
+    """Return L_b by exponentials relative to the largest logit; the temperature is not 0."""
     logits = logits.to(tl.float32)
     top = max_or_nan(logits)
-    if (temperature != 0.0) & (tl.abs(top) < float("inf")):
+    if tl.abs(top) < float("inf"):
         mass = tl.sum(flushed_exp2((logits - top) * (1.4426950408889634 / temperature)), axis=0)
         top = tl.div_rn(top, temperature) + tl.log(mass)
     return top
@@ -92,13 +94,6 @@ def _draw_row(
         key = block_key(logits, row_ptr, start, vocab, temperature, seed, position, float("-inf"), BLOCK, STEP)
         drawn = key_token(key)
     return drawn
-
-
-@triton.jit
-def _logits_before(row_ptr, start, end, BLOCK: tl.constexpr):
-    """Load a block, anything from `end` on; without a branch, so that nothing waits for it early. [BLOCK]"""
-    token = start + tl.arange(0, BLOCK)
-    return tl.load(row_ptr + token, mask=token < end)
 
 
 @triton.jit
@@ -139,7 +134,7 @@ def _blocked_kernel(
     end = tl.minimum((first + SPAN) * BLOCK, vocab)
     if not TRUNCATED:
         # on their way before the parameters, which hang on each other
-        ahead = _logits_before(row_ptr, first * BLOCK, end, BLOCK)
+        ahead = logits_before(row_ptr, first * BLOCK, end, BLOCK)
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     is_plain = True
@@ -151,10 +146,10 @@ def _blocked_kernel(
         if SPAN > 1:
             last = tl.minimum(last, num_blocks)
         if TRUNCATED:
-            ahead = _logits_before(row_ptr, first * BLOCK, end, BLOCK)
+            ahead = logits_before(row_ptr, first * BLOCK, end, BLOCK)
         for block in range(first, last):
             logits = ahead
-            ahead = _logits_before(row_ptr, (block + 1) * BLOCK, end, BLOCK)
+            ahead = logits_before(row_ptr, (block + 1) * BLOCK, end, BLOCK)
             log_mass = _log_mass(logits, row_ptr, block * BLOCK, vocab, temperature, BLOCK)
             tl.store(masses_ptr + block, log_mass)
         if not IS_SPLIT:
@@ -191,6 +186,9 @@ def _pick_kernel(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        # whatever comes next may wait on the device as well
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     # written before the first launch began, so read before its end
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)

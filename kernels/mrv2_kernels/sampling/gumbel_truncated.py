@@ -17,8 +17,7 @@ import torch
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.sampling._block_draw import larger
-from mrv2_kernels.sampling._truncated_row import draw_scanned_row
+from mrv2_kernels.sampling._truncated_row import chunk_maxima, draw_scanned_row, store_chunk
 from mrv2_kernels.sampling.gumbel_wide import draw_wide_rows
 from mrv2_kernels.sampling.launches import TRUNCATED, TruncatedLaunch, launch_of
 from mrv2_kernels.sampling.truncation import Truncation, is_truncated
@@ -30,52 +29,6 @@ _WIDTH = 8
 # most groups that are read again, and most logits that are ranked each against each
 _HOT = 256
 _FEW = 256
-
-
-@triton.jit
-def _chunk_maxima(row_ptr, vocab, chunk, LANES: tl.constexpr, WIDTH: tl.constexpr, REPEATS: tl.constexpr):
-    """Return the maxima of the chunk's groups. [LANES]"""
-    offset = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    start = chunk * (LANES * WIDTH * REPEATS)
-    tops = tl.full([LANES, WIDTH], float("-inf"), tl.float32)
-    for repeat in tl.static_range(REPEATS):
-        token = start + repeat * (LANES * WIDTH) + offset
-        logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        tops = larger(tops, logits)
-    return tl.reduce(tops, 1, larger)
-
-
-@triton.jit
-def _store_chunk(
-    maxima,
-    row_ptr,
-    vocab,
-    temperature,
-    with_mass,
-    chunk,
-    scratch_ptr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REPEATS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SPANS: tl.constexpr,
-):
-    """Store the maxima of the chunk's groups and spans and, where wanted, its maximum and mass relative to that."""
-    tl.store(scratch_ptr + chunk * LANES + tl.arange(0, LANES), maxima)
-    spans_ptr = scratch_ptr + CHUNKS * (LANES + 2) + chunk * SPANS
-    tl.store(spans_ptr + tl.arange(0, SPANS), tl.reduce(tl.reshape(maxima, [SPANS, LANES // SPANS]), 1, larger))
-    if with_mass:
-        offset = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        start = chunk * (LANES * WIDTH * REPEATS)
-        top = tl.max(maxima, axis=0)
-        mass = tl.zeros([LANES, WIDTH], tl.float32)
-        for repeat in tl.static_range(REPEATS):
-            token = start + repeat * (LANES * WIDTH) + offset
-            logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-            mass += tl.where(logits > float("-inf"), tl.exp((logits - top) / temperature), 0.0)
-        totals_ptr = scratch_ptr + CHUNKS * LANES + chunk
-        tl.store(totals_ptr, top)
-        tl.store(totals_ptr + CHUNKS, tl.sum(tl.sum(mass, axis=1), axis=0))
 
 
 @triton.jit
@@ -120,7 +73,7 @@ def _truncated_kernel(
     row_ptr = logits_ptr + row * logits_stride
     if ALL_ROWS:
         # on their way before the parameters, which hang on each other
-        maxima = _chunk_maxima(row_ptr, vocab, chunk, LANES, WIDTH, REPEATS)
+        maxima = chunk_maxima(row_ptr, vocab, chunk, LANES, WIDTH, REPEATS)
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     if is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab):
@@ -131,8 +84,8 @@ def _truncated_kernel(
         scratch_ptr += row * scratch_stride
         with_mass = (top_k == 0) & (min_p == 0.0)
         if not ALL_ROWS:
-            maxima = _chunk_maxima(row_ptr, vocab, chunk, LANES, WIDTH, REPEATS)
-        _store_chunk(
+            maxima = chunk_maxima(row_ptr, vocab, chunk, LANES, WIDTH, REPEATS)
+        store_chunk(
             maxima, row_ptr, vocab, temperature, with_mass, chunk, scratch_ptr, LANES, WIDTH, REPEATS, CHUNKS, SPANS
         )
         if not IS_SPLIT:

@@ -11,8 +11,8 @@ import torch
 from mrv2_kernels._triton import tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait
+from mrv2_kernels.sampling._mask_row import truncate_row
 from mrv2_kernels.sampling.gumbel import gumbel_score
-from mrv2_kernels.sampling.top_k_top_p import truncate_row
 from mrv2_kernels.sampling.truncation import Truncation
 
 _BLOCK = 4096

@@ -15,11 +15,15 @@ Table = tuple[tuple[int, T], ...]
 class FusedLaunch(NamedTuple):
     """Launch of `gumbel_fused`; every one draws the same tokens."""
 
-    # tokens a program
+    # tokens that are looked at together
     block: int = 4096
     num_warps: int = 4
     # tokens whose exact scores are computed together, where a bound does not decide
     step: int = 512
+    # blocks a program; the next one is fetched while one is looked at
+    span: int = 1
+    # a second launch writes the tokens, else the program that arrives last at a row
+    is_split: bool = False
 
 
 class BlockedLaunch(NamedTuple):
@@ -46,10 +50,18 @@ class TruncatedLaunch(NamedTuple):
 
 
 # measured on an H200 at 1, 32 and 256 rows of 151,936 tokens in bf16 (traces/bench/h200-sampler-tuning.json): the
-# fastest there or within 4 % of it
-FUSED: Table[FusedLaunch] = ((1 << 30, FusedLaunch(block=4096, num_warps=4)),)
+# fastest there or within 4 % of it.  Not measured: FUSED beyond 16 rows, whose spans make as many programs as stand on
+# 132 multiprocessors at once, 16 on each; and BLOCKED at 64 and 128 rows
+FUSED: Table[FusedLaunch] = (
+    (16, FusedLaunch(block=4096, num_warps=4)),
+    (32, FusedLaunch(block=1024, num_warps=1, step=64, span=3, is_split=True)),
+    (64, FusedLaunch(block=1024, num_warps=1, step=64, span=5, is_split=True)),
+    (128, FusedLaunch(block=1024, num_warps=1, step=64, span=10, is_split=True)),
+    (1 << 30, FusedLaunch(block=1024, num_warps=1, step=64, span=19, is_split=True)),
+)
 BLOCKED: Table[BlockedLaunch] = (
-    (64, BlockedLaunch(is_split=True)),
+    (16, BlockedLaunch(is_split=True)),
+    (128, BlockedLaunch(span=5, is_split=True)),
     (1 << 30, BlockedLaunch(span=10, is_split=True)),
 )
 TRUNCATED: Table[TruncatedLaunch] = (

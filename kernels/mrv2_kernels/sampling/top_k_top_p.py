@@ -4,6 +4,10 @@ Tokens are ranked by (logit descending, id ascending).  Top-k keeps exactly the 
 the softmax over what top-k kept and keeps the shortest prefix whose mass reaches p, at least one token:
 a token stays if the mass before it is below p.  Ties at either border therefore keep the lowest ids.
 
+Three launches: programs scan chunks of rows, one a row finds the smallest kept logit among its few largest
+(`_truncated_row`), and programs mask blocks of rows.  What one program a row needs for sweeps of its own is spared so;
+rows whose kept tokens may be many are left to them (`_mask_row`).
+
 Both twins keep the same tokens, except where the mass before a token equals p to within the rounding
 of a sum (float32 in the kernel, float64 in the reference).
 """
@@ -14,72 +18,148 @@ import torch
 
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._numerics import accumulator_dtype
-from mrv2_kernels._triton import tl, triton
+from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
-from mrv2_kernels.sampling._select import collect, lane_floor, lane_maxima, locate
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
+from mrv2_kernels.sampling._mask_row import truncate_row
+from mrv2_kernels.sampling._truncated_row import border_of_scanned_row, chunk_maxima, store_chunk
 
 # logits that are compared each with each instead of bisected
 _FEW = 256
 _BLOCK = 4096
 _NUM_WARPS = 16
+# a chunk, which a program scans, is _LANES groups of _WIDTH * _REPEATS tokens; most groups that are read again; logits
+# that are looked at together then.  They order sums of masses, so they must not hang on the batch
+_LANES = 128
+_WIDTH = 8
+_REPEATS = 5
+_HOT = 256
+_COLLECT = 4096
+# warps of a program that scans or masks a part of a row
+_PART_WARPS = 4
 
 
 @triton.jit
-def _few_threshold(values_ptr, ids_ptr, num_values, top, row_mass, top_k, top_p, SIZE: tl.constexpr):
-    """Return what `_threshold` returns, for at most SIZE logits, by comparing each with each."""
-    acc: tl.constexpr = values_ptr.dtype.element_ty
-    place = tl.arange(0, SIZE)
-    values = tl.load(values_ptr + place, mask=place < num_values, other=float("-inf"))
-    ids = tl.load(ids_ptr + place, mask=place < num_values, other=0.0)
-    rank = tl.zeros([SIZE], tl.int32)
-    mass_before = tl.zeros([SIZE], acc)
-    for base in range(0, num_values, 32):
-        other_place = base + tl.arange(0, 32)
-        others = tl.load(values_ptr + other_place, mask=other_place < num_values, other=float("-inf"))
-        other_ids = tl.load(ids_ptr + other_place, mask=other_place < num_values, other=0.0)
-        is_tie = others[None, :] == values[:, None]
-        precedes = (others[None, :] > values[:, None]) | (is_tie & (other_ids[None, :] < ids[:, None]))
-        rank += tl.sum(precedes.to(tl.int32), axis=1)
-        mass_before += tl.sum(tl.where(precedes, tl.exp(others - top)[None, :], 0.0), axis=1)
-    is_kept = place < num_values
-    if top_k > 0:
-        is_kept = is_kept & (rank < top_k)
-        row_mass = tl.sum(tl.where(is_kept, tl.exp(values - top), 0.0), axis=0)
-    if top_p < 1.0:
-        is_kept = is_kept & ((mass_before < top_p.to(acc) * row_mass) | (rank == 0))
-    value = tl.min(tl.where(is_kept, values, float("inf")), axis=0)
-    quota = tl.sum((is_kept & (values == value)).to(tl.int32), axis=0)
-    return value, quota, tl.sum((values == value).to(tl.int32), axis=0)
+def _is_on(top_k, top_p, vocab):
+    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0)
 
 
 @triton.jit
-def _threshold(row_ptr, vocab, scratch_ptr, floor, num_from_floor, top, row_mass, top_k, top_p, BLOCK: tl.constexpr):
-    """Return the smallest kept logit, how many of its ties are kept, and how many there are.
+def _scan_kernel(
+    logits_ptr,
+    logits_stride,
+    logit_slots_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    scratch_ptr,
+    scratch_stride,
+    vocab,
+    num_chunks,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REPEATS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Scan one chunk of a row."""
+    if PDL:
+        # in this order: what the second launch reads before its own wait was written before this one ended
+        gdc_wait()
+        gdc_launch_dependents()
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
+    slot = tl.load(logit_slots_ptr + row).to(tl.int64)
+    top_k = tl.load(top_k_ptr + slot)
+    if _is_on(top_k, tl.load(top_p_ptr + slot), vocab):
+        row_ptr = logits_ptr + row * logits_stride
+        maxima = chunk_maxima(row_ptr, vocab, chunk, LANES, WIDTH, REPEATS)
+        scratch_ptr += row * scratch_stride
+        # without top-k the mass of the whole row is shared out
+        with_mass = (top_k <= 0) | (top_k >= vocab)
+        one = tl.full([], 1.0, tl.float32)
+        store_chunk(maxima, row_ptr, vocab, one, with_mass, chunk, scratch_ptr, LANES, WIDTH, REPEATS, CHUNKS, SPANS)
 
-    The answer is known not to lie below `floor`, which `num_from_floor` logits reach.
-    """
-    acc: tl.constexpr = scratch_ptr.dtype.element_ty
-    value = floor
-    quota = tl.full([], 1 << 30, tl.int32)
-    num_ties = tl.zeros([], tl.int32)
-    kept_mass = row_mass
-    for stage in range(2):
-        # one loop for top-k, then top-p, so that the search is compiled once
-        by_mass = stage == 1
-        is_on = tl.where(by_mass, top_p < 1.0, top_k > 0)
-        if is_on:
-            target = tl.where(by_mass, top_p.to(acc) * kept_mass, top_k.to(acc))
-            border, mass, num_above, num_ties = locate(
-                row_ptr, vocab, scratch_ptr, value, num_from_floor, top, target, by_mass, BLOCK
-            )
-            share = tl.maximum(tl.exp(border - top), 1e-30)
-            need = tl.maximum(tl.minimum(tl.ceil((target - mass) / share), 1073741824.0), 1.0).to(tl.int32)
-            need = tl.where(by_mass, need, top_k - num_above)
-            quota = tl.where(border == value, tl.minimum(quota, need), need)
-            value = border
-            kept_mass = mass + quota.to(acc) * tl.exp(value - top)
-            num_from_floor = num_above + num_ties
-    return value, quota, num_ties
+
+@triton.jit
+def _border_kernel(
+    borders_ptr,
+    logits_ptr,
+    logits_stride,
+    logit_slots_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    scratch_ptr,
+    scratch_stride,
+    vocab,
+    num_chunks,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REPEATS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPANS: tl.constexpr,
+    HOT: tl.constexpr,
+    FEW: tl.constexpr,
+    COLLECT: tl.constexpr,
+    THREADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Store the smallest logit that is kept of a row, and its last kept id; -1 = nothing is to be masked any more."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    # written before the first launch began, so read before its end
+    slot = tl.load(logit_slots_ptr + row).to(tl.int64)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
+    value = tl.full([], 0.0, tl.float32)
+    last = tl.full([], -1.0, tl.float32)
+    if PDL:
+        gdc_wait()
+    if _is_on(top_k, top_p, vocab):
+        row_ptr = logits_ptr + row * logits_stride
+        scratch_ptr += row * scratch_stride
+        value, last = border_of_scanned_row(
+            row_ptr,
+            vocab,
+            tl.where(top_k < vocab, tl.maximum(top_k, 0), 0),
+            top_p,
+            scratch_ptr,
+            num_chunks,
+            LANES,
+            WIDTH,
+            REPEATS,
+            CHUNKS,
+            SPANS,
+            HOT,
+            FEW,
+            COLLECT,
+            THREADS,
+        )
+        if last == -2.0:
+            tl.debug_barrier()
+            truncate_row(row_ptr, vocab, scratch_ptr, top_k, top_p, FEW, BLOCK)
+            last += 1.0
+    tl.store(borders_ptr + 2 * row, value)
+    tl.store(borders_ptr + 2 * row + 1, last)
+
+
+@triton.jit
+def _mask_kernel(logits_ptr, logits_stride, borders_ptr, vocab, num_blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Mask one block of a row whose border is known."""
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    token = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    value = tl.load(borders_ptr + 2 * row, cache_modifier=".cg")
+    last = tl.load(borders_ptr + 2 * row + 1, cache_modifier=".cg").to(tl.int32)
+    if last >= 0:
+        ptrs = logits_ptr + row * logits_stride + token
+        logits = tl.load(ptrs, mask=token < vocab).to(tl.float32)
+        is_kept = (logits > value) | ((logits == value) & (token <= last))
+        # whole vectors are stored, kept logits too: single words would cost four times the stores
+        tl.store(ptrs, tl.where(is_kept, logits, float("-inf")), mask=token < vocab)
 
 
 @triton.jit
@@ -94,71 +174,12 @@ def _top_k_top_p_kernel(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Mask one row, whatever its format."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     top_k = tl.load(top_k_ptr + slot)
     top_p = tl.load(top_p_ptr + slot)
     truncate_row(logits_ptr + row * logits_stride, vocab, scratch_ptr + row * 3 * BLOCK, top_k, top_p, FEW, BLOCK)
-
-
-@triton.jit
-def truncate_row(row_ptr, vocab, scratch_ptr, top_k, top_p, FEW: tl.constexpr, BLOCK: tl.constexpr):
-    """Apply top-k, then top-p to one row in place; scratch holds 3 BLOCK numbers of the accumulator's type."""
-    acc: tl.constexpr = scratch_ptr.dtype.element_ty
-    top_k = tl.where(top_k < vocab, tl.maximum(top_k, 0), 0)
-    if (top_k > 0) | (top_p < 1.0):
-        lanes_ptr = scratch_ptr
-        values_ptr = lanes_ptr + BLOCK
-        ids_ptr = values_ptr + BLOCK
-        top, has_nan = lane_maxima(row_ptr, vocab, lanes_ptr, BLOCK)
-        if (tl.abs(top) < float("inf")) & (has_nan == 0):
-            floor, reaching = lane_floor(lanes_ptr, top, tl.where(top_k > 0, top_k, BLOCK // 4), BLOCK)
-            num_found, found_mass, row_mass, _ = collect(row_ptr, vocab, top, floor, floor, values_ptr, ids_ptr, BLOCK)
-            is_enough = tl.where(top_k > 0, reaching >= top_k, found_mass >= top_p.to(acc) * row_mass)
-            if (num_found <= FEW) & is_enough:
-                value, quota, num_ties = _few_threshold(
-                    values_ptr, ids_ptr, num_found, top, row_mass, top_k, top_p, FEW
-                )
-            else:
-                if not is_enough:
-                    floor, num_found = _lowest(row_ptr, vocab, top, acc, BLOCK)
-                    top_k = tl.where(num_found > top_k, top_k, 0)
-                value, quota, num_ties = _threshold(
-                    row_ptr, vocab, values_ptr, floor, num_found, top, row_mass, top_k, top_p, BLOCK
-                )
-            _mask_row(row_ptr, vocab, value, quota, num_ties, acc, BLOCK)
-
-
-@triton.jit
-def _lowest(row_ptr, vocab, top, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the lowest finite logit of a row and the number of finite ones."""
-    lane = tl.arange(0, BLOCK)
-    lowest = tl.zeros([BLOCK], ACC) + top
-    count = tl.zeros([BLOCK], tl.int32)
-    for base in range(0, vocab, BLOCK):
-        logits = tl.load(row_ptr + base + lane, mask=base + lane < vocab, other=float("-inf")).to(ACC)
-        is_finite = logits > float("-inf")
-        lowest = tl.minimum(lowest, tl.where(is_finite, logits, top))
-        count += is_finite.to(tl.int32)
-    return tl.min(lowest, axis=0), tl.sum(count, axis=0)
-
-
-@triton.jit
-def _mask_row(row_ptr, vocab, value, quota, num_ties, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    lane = tl.arange(0, BLOCK)
-    num_seen = 0
-    for base in range(0, vocab, BLOCK):
-        ptrs = row_ptr + base + lane
-        mask = base + lane < vocab
-        logits = tl.load(ptrs, mask=mask, other=float("-inf")).to(ACC)
-        is_kept = logits >= value
-        if quota < num_ties:
-            is_tie = logits == value
-            rank = num_seen + tl.cumsum(is_tie.to(tl.int32), axis=0)
-            is_kept = is_kept & ((rank <= quota) | (logits > value))
-            num_seen += tl.sum(is_tie.to(tl.int32), axis=0)
-        # whole vectors are stored, kept logits too: single words would cost four times the stores
-        tl.store(ptrs, tl.where(is_kept, logits, float("-inf")), mask=mask)
 
 
 def apply_top_k_top_p_triton(
@@ -179,19 +200,66 @@ def apply_top_k_top_p_triton(
     num_rows, vocab = logits.shape
     if num_rows == 0:
         return
-    scratch = torch.empty(num_rows, 3, _BLOCK, dtype=accumulator_dtype(logits.dtype), device=logits.device)
-    _top_k_top_p_kernel[(num_rows,)](
+    if logits.dtype == torch.float64:
+        scratch = torch.empty(num_rows, 3, _BLOCK, dtype=torch.float64, device=logits.device)
+        _top_k_top_p_kernel[(num_rows,)](
+            logits,
+            logits.stride(0),
+            logit_slots,
+            top_k,
+            top_p,
+            scratch,
+            vocab,
+            FEW=min(_FEW, _BLOCK),
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+        )
+        return
+    pdl = has_pdl(logits)
+    num_chunks = cdiv(vocab, _LANES * _WIDTH * _REPEATS)
+    scan, search = _constants(next_power_of_2(num_chunks))
+    size = scan["CHUNKS"] * (_LANES + 2 + scan["SPANS"]) + search["HOT"] + 3 * search["FEW"]
+    # a row that is left over is masked with the memory of its scan
+    scratch = torch.empty(num_rows, max(size, 3 * _BLOCK), dtype=torch.float32, device=logits.device)
+    borders = torch.empty(num_rows, 2, dtype=torch.float32, device=logits.device)
+    limits = (logits, logits.stride(0), logit_slots, top_k, top_p)
+    scanned = (scratch, scratch.stride(0), vocab, num_chunks)
+    _scan_kernel[(num_rows * num_chunks,)](*limits, *scanned, **scan, PDL=pdl, num_warps=_PART_WARPS, launch_pdl=pdl)
+    _border_kernel[(num_rows,)](
+        borders, *limits, *scanned, **scan, **search, PDL=pdl, num_warps=_NUM_WARPS, launch_pdl=pdl
+    )
+    num_blocks = cdiv(vocab, _BLOCK)
+    _mask_kernel[(num_rows * num_blocks,)](
         logits,
         logits.stride(0),
-        logit_slots,
-        top_k,
-        top_p,
-        scratch,
+        borders,
         vocab,
-        FEW=min(_FEW, _BLOCK),
+        num_blocks,
         BLOCK=_BLOCK,
-        num_warps=_NUM_WARPS,
+        PDL=pdl,
+        num_warps=_PART_WARPS,
+        launch_pdl=pdl,
     )
+
+
+def _constants(chunks: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the constants of the scan and those that the search for borders has in addition."""
+    scan = {
+        "LANES": _LANES,
+        "WIDTH": _WIDTH,
+        "REPEATS": _REPEATS,
+        "CHUNKS": chunks,
+        # 128 spans a row, where a chunk has so many groups: pairs of them are compared
+        "SPANS": max(1, min(_LANES, 128 // chunks)),
+    }
+    search = {
+        "HOT": _HOT,
+        "FEW": min(_FEW, _BLOCK),
+        "COLLECT": _COLLECT,
+        "THREADS": 32 * _NUM_WARPS,
+        "BLOCK": _BLOCK,
+    }
+    return scan, search
 
 
 def apply_top_k_top_p_torch(
@@ -231,20 +299,47 @@ apply_top_k_top_p = dispatch(apply_top_k_top_p_triton, apply_top_k_top_p_torch)
 
 def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
-    return [
-        AotCase(
-            kernel=_top_k_top_p_kernel,
-            signature={
-                "logits_ptr": f"*{dtype}",
-                "logits_stride": "i32",
-                "logit_slots_ptr": "*i32",
-                "top_k_ptr": "*i32",
-                "top_p_ptr": "*fp32",
-                "scratch_ptr": "*fp64" if dtype == "fp64" else "*fp32",
-                "vocab": "i32",
-            },
-            constexprs={"FEW": _FEW, "BLOCK": _BLOCK},
-            num_warps=_NUM_WARPS,
+    limits = {"logits_stride": "i32", "logit_slots_ptr": "*i32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32"}
+    scanned = {"scratch_ptr": "*fp32", "scratch_stride": "i32", "vocab": "i32", "num_chunks": "i32"}
+    aligned = frozenset({"logits_ptr", "logits_stride", "vocab", "scratch_ptr"})
+    scan, search = _constants(32)
+    narrow = [
+        case
+        for dtype in ("bf16", "fp32")
+        for case in (
+            AotCase(
+                kernel=_scan_kernel,
+                signature={"logits_ptr": f"*{dtype}", **limits, **scanned},
+                constexprs={**scan, "PDL": True},
+                num_warps=_PART_WARPS,
+                aligned=aligned,
+            ),
+            AotCase(
+                kernel=_border_kernel,
+                signature={"borders_ptr": "*fp32", "logits_ptr": f"*{dtype}", **limits, **scanned},
+                constexprs={**scan, **search, "PDL": True},
+                num_warps=_NUM_WARPS,
+                aligned=aligned,
+            ),
+            AotCase(
+                kernel=_mask_kernel,
+                signature={
+                    "logits_ptr": f"*{dtype}",
+                    "logits_stride": "i32",
+                    "borders_ptr": "*fp32",
+                    "vocab": "i32",
+                    "num_blocks": "i32",
+                },
+                constexprs={"BLOCK": _BLOCK, "PDL": True},
+                num_warps=_PART_WARPS,
+                aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
+            ),
         )
-        for dtype in ("bf16", "fp32", "fp64")
     ]
+    wide = AotCase(
+        kernel=_top_k_top_p_kernel,
+        signature={"logits_ptr": "*fp64", **limits, "scratch_ptr": "*fp64", "vocab": "i32"},
+        constexprs={"FEW": _FEW, "BLOCK": _BLOCK},
+        num_warps=_NUM_WARPS,
+    )
+    return [*narrow, wide]

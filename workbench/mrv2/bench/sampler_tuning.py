@@ -36,7 +36,7 @@ _NO_TIME = "no time was left"
 class Candidate(NamedTuple):
     """One way to launch a kernel."""
 
-    # plain or top-k/p, as `SamplerBatch` draws them; the variant that launches the kernel
+    # plain, greedy or top-k/p, as `SamplerBatch` draws them; the variant that launches the kernel
     case: str
     variant: str
     # module of mrv2_kernels.sampling, and what its names stand for meanwhile
@@ -71,9 +71,24 @@ class Candidate(NamedTuple):
 def candidates() -> list[Candidate]:
     """Return what is tried."""
     found = []
-    for block, num_warps, step in ((4096, 4, 512), (2048, 4, 512), (2048, 2, 256)):
-        launch = FusedLaunch(block, num_warps, step)
-        found.append(_candidate("plain", "gumbel_fused", "gumbel_fused", FUSED=launch))
+    for block, num_warps, step, span, is_split in (
+        (4096, 4, 512, 1, False),
+        (2048, 4, 512, 1, False),
+        (2048, 2, 256, 1, False),
+        (1024, 1, 64, 1, True),
+        (1024, 1, 64, 3, False),
+        (1024, 1, 64, 3, True),
+        (1024, 1, 64, 5, True),
+        (1024, 1, 64, 10, True),
+        (1024, 1, 64, 19, False),
+        (1024, 1, 64, 19, True),
+        (1024, 2, 128, 5, True),
+        (1024, 2, 128, 15, True),
+        (512, 1, 64, 15, True),
+    ):
+        launch = FusedLaunch(block, num_warps, step, span, is_split)
+        for case in ("plain", "greedy"):
+            found.append(_candidate(case, "gumbel_fused", "gumbel_fused", FUSED=launch))
     for block, num_warps, span, pick_warps in (
         (4096, 2, 1, 8),
         (4096, 4, 1, 8),
@@ -125,7 +140,7 @@ def _candidate(
             parts.append(f"{name.strip('_').lower()}={value}")
             names.append((name, value))
         else:
-            parts.append(" ".join(f"{key}={each}" for key, each in value._asdict().items() if key != "is_split"))
+            parts.append(" ".join(f"{key}={int(each)}" for key, each in value._asdict().items()))
             names.append((name, ((1, value),)))
     return Candidate(case, variant, module, tuple(names), " ".join(parts))
 

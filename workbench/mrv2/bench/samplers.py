@@ -1,8 +1,8 @@
 """Time of each way to draw a token, against the time it takes to read the logits once.
 
-bf16 logits of N rows x 151,936, normal with a standard deviation of 3; `plain` has temperature 0.8, `top-k/p` in
-addition top-k 50 and top-p 0.9, `penalties` all three of them over a history of 512 tokens, which take an fp32 copy
-of the logits.  Draws stand in one CUDA graph and go round enough buffers to leave the L2
+bf16 logits of N rows x 151,936, normal with a standard deviation of 3; `plain` has temperature 0.8, `greedy` 0,
+`top-k/p` has 0.8, top-k 50 and top-p 0.9, `penalties` all three of them over a history of 512 tokens, which take an
+fp32 copy of the logits.  Draws stand in one CUDA graph and go round enough buffers to leave the L2
 cache, which the buffers of N = 1 nevertheless fit.  Bandwidth is the bytes of the logits over the time, whatever
 a variant reads or writes beyond that.  torch's multinomial asks the device twice whether its input is valid, so it
 cannot be captured: it runs eagerly, its waits included.
@@ -58,7 +58,7 @@ from mrv2_kernels.sampling.workspace import DrawWorkspace
 
 VOCAB = 151_936
 ROWS = (1, 32, 256)
-CASES = ("plain", "top-k/p", "penalties")
+CASES = ("plain", "greedy", "top-k/p", "penalties")
 BASELINE = "torch multinomial"
 KIND = "mrv2-samplers"
 _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 0.9
@@ -202,6 +202,7 @@ class SamplerBatch:
         self.sampled = device.zeros((num_rows,), torch.int64)
         # [R]
         self.temperature = device.full((num_rows,), _TEMPERATURE)
+        self.no_temperature = device.zeros((num_rows,))
         self.seeds = device.zeros((num_rows,), torch.int64)
         self.truncation = Truncation(
             device.zeros((num_rows,)),
@@ -291,13 +292,21 @@ class SamplerBatch:
                 self.rows,
             )
         truncation = self.truncation if is_truncated else None
-        where = (logits, self.sampled, self.rows, self.positions, self.temperature, self.seeds)
+        is_greedy = case == "greedy"
+        temperature = self.no_temperature if is_greedy else self.temperature
+        where = (logits, self.sampled, self.rows, self.positions, temperature, self.seeds)
         if is_reference:
             op = {"gumbel_fused": gumbel_fused_sample_torch, "gumbel_blocked": gumbel_blocked_sample_torch}[variant]
             op(*where, workspace=self.workspace, truncation=truncation)
             return
         draw(
-            DrawPlan(variant, has_greedy=False, is_truncated=is_truncated, all_truncated=is_truncated),
+            DrawPlan(
+                variant,
+                has_greedy=is_greedy,
+                is_scaled=not is_greedy,
+                is_truncated=is_truncated,
+                all_truncated=is_truncated,
+            ),
             *where,
             truncation=truncation,
             workspace=self.workspace,
@@ -306,6 +315,9 @@ class SamplerBatch:
 
     def _draw_in_torch(self, logits: torch.Tensor, case: str) -> None:
         """What one writes without an engine; the draws follow torch's own generator."""
+        if case == "greedy":
+            self.sampled.copy_(logits.argmax(dim=-1))
+            return
         if case != "top-k/p":
             x = logits.float()
             if case == "penalties":
