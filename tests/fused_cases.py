@@ -42,7 +42,15 @@ class FusedCase:
     expected_k_cache: torch.Tensor
     expected_v_cache: torch.Tensor
 
-    def run(self, twin: str, plan: DecodePlan, *, pdl: bool = False) -> torch.Tensor:
+    def run(
+        self,
+        twin: str,
+        plan: DecodePlan,
+        *,
+        # [B_pad] int32
+        order: torch.Tensor | None = None,
+        pdl: bool = False,
+    ) -> torch.Tensor:
         """Run one twin on the case's own caches and return the attention."""
         kv_heads, dim = self.k_cache.shape[2:]
         q, k, v = self.qkv.split((self.num_heads, kv_heads, kv_heads), dim=1)
@@ -63,6 +71,7 @@ class FusedCase:
             out,
             scale=dim**-0.5,
             plan=plan,
+            order=order,
             pdl=pdl,
         )
         return out

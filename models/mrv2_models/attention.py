@@ -6,7 +6,7 @@ Hq / Hkv query / KV heads of this rank, D head_dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -18,6 +18,7 @@ from mrv2_kernels._numerics import bytes_of
 from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_decode
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
 from mrv2_kernels.attention.kv_write import write_kv
+from mrv2_kernels.attention.order import longest_first
 from mrv2_kernels.attention.paged import paged_attention
 from mrv2_kernels.attention.plan import decode_choice
 from mrv2_kernels.gemm.pdl import has_pdl
@@ -49,6 +50,8 @@ class AttentionMetadata:
     query_start_loc_np: np.ndarray | None = None
     # [B], only for "sdpa": seq_lens or an upper bound of them, without padding
     max_seq_lens_np: np.ndarray | None = None
+    # [B_pad] int32, the order in which `attend_fused` starts the requests; None = as they come
+    order: torch.Tensor | None = None
 
     def takes_fused(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
@@ -57,6 +60,23 @@ class AttentionMetadata:
         if not self.uniform_decode or self.backend != "triton":
             return False
         return decode_choice(self.seq_lens.shape[0], num_kv_heads, head_dim, dtype, cache_dtype).fused
+
+    def with_order(
+        self,
+        dtype: torch.dtype,
+        # [NB, BS, Hkv, D]
+        k_cache: torch.Tensor,
+    ) -> AttentionMetadata:
+        """Return this step with its `order`, where the choice for the padded batch has one, or as it is.
+
+        `dtype` is that of the queries.  A model calls it once a forward pass, in front of an ordinary launch: attention
+        that starts ahead reads the order before it waits (`mrv2_kernels.gemm.pdl`).
+        """
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        if not self.takes_fused(num_kv_heads, head_dim, dtype, k_cache.dtype):
+            return self
+        choice = decode_choice(self.seq_lens.shape[0], num_kv_heads, head_dim, dtype, k_cache.dtype)
+        return replace(self, order=longest_first(self.seq_lens)) if choice.ordered else self
 
 
 def attend(
@@ -144,6 +164,7 @@ def attend_fused(
         out,
         scale=scale,
         plan=choice.plan,
+        order=attn.order,
         pdl=choice.ahead and has_pdl(q),
     )
     return out

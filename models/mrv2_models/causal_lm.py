@@ -211,6 +211,8 @@ class CausalLM(nn.Module):
 
         `aux_hidden` receives the residual stream after ``aux_layer_ids[i]`` layers, side by side.
         """
+        # in front of the lookup: what starts ahead reads it before it waits
+        attn = attn.with_order(self.dtype, kv_caches[0][0])
         x, residual = self.embed(input_ids), None
         self._tap(0, x, residual, aux_hidden)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True), 1):

@@ -43,6 +43,25 @@ def test_the_choice_in_force_comes_first_and_each_once(batch: int) -> None:
     assert sum(not choice.fused for choice in found) == 1
 
 
+@pytest.mark.parametrize("batch", sorted(BUCKETS))
+def test_whole_contexts_are_tried_in_the_order_in_force_and_the_plan_in_force_in_both(batch: int) -> None:
+    first, found = now(batch), candidates(batch)
+    both = {choice.ordered for choice in found if replace(choice, ordered=first.ordered) == first}
+    assert both == ({False, True} if first.plan.num_splits == 1 else {False})
+    for choice in found:
+        if choice.fused and choice.plan != first.plan:
+            assert choice.ordered == (first.ordered and choice.plan.num_splits == 1)
+    labels = [forward_tuning._label(asdict(choice)) for choice in found]
+    assert len(set(labels)) == len(labels)
+
+
+def test_a_record_from_before_there_was_an_order_has_none() -> None:
+    before = asdict(replace(now(64), ordered=True))
+    assert forward_tuning._label(before).endswith(" ahead ordered")
+    del before["ordered"]
+    assert forward_tuning._label(before).endswith(" ahead")
+
+
 def test_a_candidate_is_in_force_for_the_block_alone() -> None:
     before = {batch: now(batch) for batch in BUCKETS}
     other = replace(before[ONE], ahead=not before[ONE].ahead)

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_cases import fused_case
+from fused_cases import FusedCase, fused_case
 from mrv2_kernels.attention import fused_decode
 from mrv2_kernels.attention.fused_decode import fused_decode_attention
+from mrv2_kernels.attention.order import longest_first
 from mrv2_kernels.attention.plan import (
     MAX_SPLIT_PAIRS,
     MAX_SPLITS,
@@ -21,6 +22,7 @@ from mrv2_kernels.attention.plan import (
     split_bound,
 )
 from mrv2_kernels.gemm.pdl import has_pdl
+from paged_cases import UNTOUCHED
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
@@ -115,6 +117,72 @@ def test_the_plan_says_how_many_registers_a_thread_may_hold(
     case = fused_case([40], num_heads=2, num_kv_heads=1, head_dim=64)
     case.run("triton", replace(plan_of(2), max_registers=max_registers))
     assert seen[0].get("maxnreg") == max_registers
+
+
+def mixed_case() -> FusedCase:
+    return fused_case([3, 300, 64, 1, 500, 65], num_heads=4, num_kv_heads=2, head_dim=64, padding=2)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("twin", ["torch", "triton"])
+def test_any_order_of_requests_gives_the_same_bits(twin: str, num_splits: int) -> None:
+    expected, plan = mixed_case(), plan_of(num_splits)
+    out = expected.run(twin, plan)
+    expected.check(out, TOLERANCE[torch.float32])
+    shuffled = torch.randperm(8, generator=torch.Generator().manual_seed(1)).int()
+    for order in (longest_first(expected.seq_lens), shuffled):
+        case = mixed_case()
+        assert torch.equal(case.run(twin, plan, order=order), out)
+        for cache, before in ((case.k_cache, expected.k_cache), (case.v_cache, expected.v_cache)):
+            torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_program_takes_the_request_that_the_order_names() -> None:
+    """What an order leaves out, which no caller's does, nobody computes."""
+    case = mixed_case()
+    order = torch.tensor([4, 1, 2, 7, 0, 0, 0, 4], dtype=torch.int32)
+    out = case.run("triton", plan_of(1), order=order)
+    named = torch.zeros(8, dtype=torch.bool)
+    named[order.long()] = True
+    torch.testing.assert_close(out[named].double(), case.expected[named], rtol=1e-5, atol=1e-5)
+    assert (out[~named] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("twin", ["torch", "triton"])
+def test_an_order_of_another_batch_is_refused(twin: str) -> None:
+    case = fused_case([4, 9], num_heads=2, num_kv_heads=1, head_dim=64)
+    wrong = (torch.arange(3).int(), torch.arange(2), torch.arange(4).int()[::2], torch.arange(2).int()[None])
+    for order in wrong:
+        with pytest.raises(ValueError, match=r"order must be contiguous int32 \[2\]"):
+            case.run(twin, plan_of(1), order=order)
+
+
+def test_with_an_order_the_heads_of_a_request_start_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, ...]] = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(fused_decode, "_fused_decode_kernel", Launch())
+    case = fused_case([40, 3, 5], num_heads=4, num_kv_heads=2, head_dim=64)
+    case.run("triton", plan_of(4))
+    case.run("triton", plan_of(4), order=longest_first(case.seq_lens))
+    assert grids == [(3, 2, 4), (2, 3, 4)]
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+def test_batches_that_were_measured_so_start_the_longest_contexts_first(cache_dtype: torch.dtype) -> None:
+    table = measured(cache_dtype)[128]
+    assert {pairs for pairs, choice in table.items() if choice.ordered} == {pairs for pairs in table if pairs >= 512}
+    for batch in range(1, 1025):
+        choice = decode_choice(batch, 8, 128, torch.bfloat16, cache_dtype)
+        assert not choice.ordered or (choice.fused and choice.plan.num_splits == 1)
+        # as many pairs as the choice of 512 is nearer to than that of 256
+        assert choice.ordered == (batch * 8 > (256 * 512) ** 0.5)
+        assert not decode_choice(batch, 3, 64, torch.bfloat16, cache_dtype).ordered
+        assert not decode_choice(batch, 8, 128, torch.float32).ordered
 
 
 def test_a_launch_leaves_the_next_one_nothing_to_trip_over() -> None:

@@ -86,7 +86,7 @@ def test_stages_have_their_hue(name: str, hue: str) -> None:
         ("Memset (Device)", OpKind.MEMSET, "copy"), ("CUDA graph 3", OpKind.GRAPH, "forward"),
         ("output_copy", OpKind.STAGE, "copy"), ("mystery", OpKind.KERNEL, "other"),
         ("_decode_inputs_kernel", OpKind.KERNEL, "prepare"), ("_packed_write_kernel", OpKind.KERNEL, "prepare"),
-        ("_commit_kernel", OpKind.KERNEL, "prepare"),
+        ("_commit_kernel", OpKind.KERNEL, "prepare"), ("_longest_first_kernel", OpKind.KERNEL, "prepare"),
     ],
 )  # fmt: skip
 def test_operations_have_their_hue(name: str, kind: int, hue: str) -> None:

@@ -281,6 +281,32 @@ def combine_shares(
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=in_group[:, None] & in_head[None, :])
 
 
+@triton.jit
+def normed_and_rotated(
+    # [M, D] or [D], and the same elements with the halves of each head exchanged
+    x,
+    partner,
+    # [D]
+    weight,
+    partner_weight,
+    cos,
+    signed_sin,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    AXIS: tl.constexpr,
+):
+    """Return heads normed (with HAS_NORM) and rotated, fp32; AXIS is that of the D elements."""
+    x = x.to(tl.float32)
+    partner = partner.to(tl.float32)
+    if HAS_NORM:
+        mean_square = tl.sum(x * x, axis=AXIS, keep_dims=True) / HEAD_DIM
+        inverse_rms = 1.0 / tl.sqrt(mean_square + EPS)
+        x = x * inverse_rms * weight
+        partner = partner * inverse_rms * partner_weight
+    return x * cos + partner * signed_sin
+
+
 def heads_at_once(group: int, num_splits: int, block_d: int) -> int:
     """Return how many heads `combine_shares` reads together: as many as registers allow, a power of two."""
     wanted = next_power_of_2(group)

@@ -14,11 +14,15 @@ that the result does not depend on who arrives last:
 
     out = sum_s 2^(lse_s - m) * out_s / sum_s 2^(lse_s - m),    m = max_s lse_s
 
-With PDL (`mrv2_kernels.gemm.pdl`) each program fetches lengths, blocks, angles and the first tile of its share of the
-context before it waits for q, k and v: an earlier step wrote them, or this step's preparation, behind which an
-ordinary launch, the lookup of embeddings, has begun since.  Measured on an H200 in a forward pass of Qwen3-0.6B at 384
-tokens of context (traces/bench/h200-forward-tuning.json): 708 us without PDL and 609 with it for one request, 877 and
-785 for 8, 1,381 and 1,268 for 32; as kernels one by one 750, 926 and 1,403.
+With an order (`mrv2_kernels.attention.order`) requests start in it, and the heads of one side by side; each program
+computes what it does without one, so results are bit by bit the same.
+
+With PDL (`mrv2_kernels.gemm.pdl`) each program fetches order, lengths, blocks, angles and the first tile of its share
+of the context before it waits for q, k and v: an earlier step wrote them, or this step's preparation, or for the order
+the start of the forward pass, behind which an ordinary launch, the lookup of embeddings, has begun since.  Measured on
+an H200 in a forward pass of Qwen3-0.6B at 384 tokens of context (traces/bench/h200-forward-tuning.json): 708 us without
+PDL and 609 with it for one request, 877 and 785 for 8, 1,381 and 1,268 for 32; as kernels one by one 750, 926 and
+1,403.
 
 Legend: B_pad = requests with padding, NB = blocks, BS = block size, MB = blocks a row, Hq / Hkv =
 query / KV heads, D = head size, L = positions in the table.
@@ -44,39 +48,16 @@ from mrv2_kernels.attention._tiles import (
     join_columns,
     load_block_ids,
     load_tile,
+    normed_and_rotated,
     split_columns,
 )
 from mrv2_kernels.attention.decode import paged_attention_decode_torch
 from mrv2_kernels.attention.kv_write import write_kv_torch
+from mrv2_kernels.attention.order import check_order
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, DecodePlan, arrivals_of
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.gemm.unpack import unpacks
 from mrv2_kernels.layers.rope import qk_norm_rope_torch, rotary_embedding_torch
-
-
-@triton.jit
-def _normed_and_rotated(
-    # [M, D] or [D], and the same elements with the halves of each head exchanged
-    x,
-    partner,
-    # [D]
-    weight,
-    partner_weight,
-    cos,
-    signed_sin,
-    HEAD_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    AXIS: tl.constexpr,
-):
-    x = x.to(tl.float32)
-    partner = partner.to(tl.float32)
-    if HAS_NORM:
-        mean_square = tl.sum(x * x, axis=AXIS, keep_dims=True) / HEAD_DIM
-        inverse_rms = 1.0 / tl.sqrt(mean_square + EPS)
-        x = x * inverse_rms * weight
-        partner = partner * inverse_rms * partner_weight
-    return x * cos + partner * signed_sin
 
 
 @triton.jit(do_not_specialize=["num_splits", "tiles_per_split"])
@@ -93,6 +74,7 @@ def _fused_decode_kernel(
     block_tables_ptr,
     seq_lens_ptr,
     slot_mapping_ptr,
+    order_ptr,
     out_ptr,
     partial_out_ptr,
     partial_lse_ptr,
@@ -116,13 +98,18 @@ def _fused_decode_kernel(
     BLOCK_GROUP: tl.constexpr,
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
     UNPACK: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
-    request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    if HAS_ORDER:
+        request = tl.load(order_ptr + tl.program_id(1)).to(tl.int64)
+        kv_head = tl.program_id(0)
+    else:
+        request = tl.program_id(0).to(tl.int64)
+        kv_head = tl.program_id(1)
     split = tl.program_id(2)
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -190,7 +177,7 @@ def _fused_decode_kernel(
     k_partner = tl.load(k_row_ptr + partners, mask=in_head, other=0.0)
     v = tl.load(v_ptr + request * v_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
 
-    q = _normed_and_rotated(
+    q = normed_and_rotated(
         q,
         q_partner,
         q_weight[None, :],
@@ -203,7 +190,7 @@ def _fused_decode_kernel(
         1,
     ).to(q_ptr.dtype.element_ty)
     # rounded as the cache rounds it, so that later steps read what this one used
-    k = _normed_and_rotated(k, k_partner, k_weight, k_partner_weight, cos, signed_sin, HEAD_DIM, HAS_NORM, EPS, 0)
+    k = normed_and_rotated(k, k_partner, k_weight, k_partner_weight, cos, signed_sin, HEAD_DIM, HAS_NORM, EPS, 0)
     k = as_kept(k.to(k_ptr.dtype.element_ty), k_cache_ptr.dtype.element_ty)
     v = as_kept(v, v_cache_ptr.dtype.element_ty)
     holds_new = (split == num_shares - 1) & (seq_len > 0)
@@ -327,14 +314,17 @@ def fused_decode_attention_triton(
     *,
     scale: float,
     plan: DecodePlan,
+    # [B_pad] int32, every row once
+    order: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Write each new token to the cache and its attention to `out`; padding rows get zeros.
 
-    Take `plan` from `decode_plan`.  `pdl` starts the launch before the one in front of it has ended
-    (programmatic dependent launch, `mrv2_kernels.gemm.pdl`).  Launches on one device share arrival
-    counters, so they must be ordered: on one stream, or by events.  Raises `ValueError` for float64 (only
-    the torch twin computes that), for layouts that the kernel cannot read, and for `pdl` on a GPU without it.
+    Take `plan` from `decode_plan`.  With an `order` the requests start in it, the heads of each side by side; results
+    are the same.  `pdl` starts the launch before the one in front of it has ended (programmatic dependent launch,
+    `mrv2_kernels.gemm.pdl`).  Launches on one device share arrival counters, so they must be ordered: on one stream,
+    or by events.  Raises `ValueError` for float64 (only the torch twin computes that), for layouts and orders that
+    the kernel cannot read, and for `pdl` on a GPU without it.
     """
     check_inputs("fused_decode_attention", q, k_cache, v_cache, out)
     batch, num_heads, head_dim = q.shape
@@ -344,6 +334,7 @@ def fused_decode_attention_triton(
             raise ValueError(f"fused_decode_attention: {name} needs adjacent heads, got strides {x.stride()}")
     if pdl and not has_pdl(q):
         raise ValueError(f"fused_decode_attention: pdl=True needs compute capability 9.0; {q.device} fails has_pdl")
+    check_order("fused_decode_attention", order, batch)
     if batch == 0:
         return
     num_splits = plan.num_splits
@@ -360,7 +351,9 @@ def fused_decode_attention_triton(
         partial_lse = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
     group = num_heads // num_kv_heads
     q_weight, k_weight = norm_weights or (q, k)
-    _fused_decode_kernel[(batch, num_kv_heads, num_splits)](
+    # the first dimension starts fastest
+    pairs = (batch, num_kv_heads) if order is None else (num_kv_heads, batch)
+    _fused_decode_kernel[(*pairs, num_splits)](
         q,
         k,
         v,
@@ -373,6 +366,7 @@ def fused_decode_attention_triton(
         block_tables,
         seq_lens,
         slot_mapping,
+        seq_lens if order is None else order,
         out,
         partial_out,
         partial_lse,
@@ -396,6 +390,7 @@ def fused_decode_attention_triton(
         BLOCK_GROUP=heads_at_once(group, num_splits, next_power_of_2(head_dim)),
         HAS_NORM=norm_weights is not None,
         EPS=eps,
+        HAS_ORDER=order is not None,
         PDL=pdl,
         PRECISION="ieee",
         UNPACK=unpacks(q, k_cache.dtype),
@@ -435,9 +430,12 @@ def fused_decode_attention_torch(
     *,
     scale: float,
     plan: DecodePlan,
+    # [B_pad] int32, every row once
+    order: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Reference of `fused_decode_attention`, the implementation of the host backend; never splits."""
+    """Reference of `fused_decode_attention`, the host backend's implementation; never splits, in any order the same."""
+    check_order("fused_decode_attention", order, q.shape[0])
     q, k = q.clone(), k.clone()
     if norm_weights is None:
         rotary_embedding_torch(q, k, cos_sin, positions)
@@ -456,7 +454,7 @@ def aot_cases() -> list[AotCase]:
     signature: dict[str, str] = {f"{name}_ptr": "*bf16" for name in pointers}
     signature |= {"scale_log2": "fp32", "cos_sin_ptr": "*fp32"}
     signature |= dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
-    integers = ("positions", "block_tables", "seq_lens", "slot_mapping", "arrivals")
+    integers = ("positions", "block_tables", "seq_lens", "slot_mapping", "order", "arrivals")
     signature |= {f"{name}_ptr": "*i32" for name in integers}
     strides = ("q_stride", "k_stride", "v_stride", "out_stride", "table_stride", "num_splits", "tiles_per_split")
     signature |= dict.fromkeys(strides, "i32")
@@ -467,6 +465,7 @@ def aot_cases() -> list[AotCase]:
         "EPS": 1e-6,
         "PRECISION": "ieee",
         "UNPACK": False,
+        "HAS_ORDER": False,
     }
     qwen3: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64}
     smollm2: dict[str, object] = {"NUM_KV_HEADS": 3, "GROUP": 3, "HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_N": 128}
@@ -481,6 +480,9 @@ def aot_cases() -> list[AotCase]:
             normed | {"BLOCK_N": 16, "BLOCK_SPLITS": 4},
             num_warps=1,
             max_registers=160,
+        ),
+        AotCase(
+            _fused_decode_kernel, signature, normed | {"BLOCK_N": 32, "BLOCK_SPLITS": 1, "HAS_ORDER": True}, num_warps=1
         ),
         AotCase(
             _fused_decode_kernel,

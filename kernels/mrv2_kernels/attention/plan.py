@@ -5,7 +5,8 @@ how many splits a request uses follows from its own length, on the device.
 
 What was measured on an H200 are pairs of a request and a KV head at two head sizes; other counts of pairs take the
 choice of the nearest measured one, by ratio.  Heads of 128 in a whole forward pass (`mrv2 bench --layers --tune`,
-traces/bench/h200-forward-tuning.json), heads of 64 launch by launch (`mrv2 bench --layers`).
+traces/bench/h200-forward-tuning.json), heads of 64 launch by launch (`mrv2 bench --layers`).  They are from before
+requests could start longest context first; `mrv2_kernels.attention.order` says what that changes.
 
 Tried there too, and of no help (traces/bench/h200-forward-tuning-l2.json): a launch that has the L2 cache fetch the
 weights of the next products, or the next layer's first keys and values, while products leave the memory idle.  A
@@ -51,6 +52,8 @@ class DecodeChoice:
     fused: bool = True
     # the fused launch starts before its predecessor has ended, where the device can
     ahead: bool = False
+    # the fused launch starts the longest contexts first (`order`); only where none is split
+    ordered: bool = False
 
 
 # largest head size -> pairs -> choice; of Qwen3-0.6B (8 KV heads of 128) and SmolLM2-135M (3 of 64)
@@ -65,9 +68,9 @@ _MEASURED: dict[int, dict[int, DecodeChoice]] = {
         64: DecodeChoice(DecodePlan(64, 2, 2, num_splits=8, tiles_per_split=1), ahead=True),
         128: DecodeChoice(DecodePlan(64, 2, 2, num_splits=4, tiles_per_split=1), ahead=True),
         256: DecodeChoice(DecodePlan(128, 4, 2, num_splits=1, tiles_per_split=1), ahead=True),
-        512: DecodeChoice(DecodePlan(16, 1, 3, num_splits=1, tiles_per_split=4), ahead=True),
-        2048: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
-        4096: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
+        512: DecodeChoice(DecodePlan(16, 1, 3, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
+        2048: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
+        4096: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
     },
 }
 # the same of caches of 8-bit floats; not measured: keys a tile as many as keep the bytes in flight, or registers allow
@@ -77,8 +80,8 @@ _EIGHT_BITS: dict[int, dict[int, DecodeChoice]] = {
         8: DecodeChoice(DecodePlan(32, 4, 2, num_splits=32, tiles_per_split=1), ahead=True),
         64: DecodeChoice(DecodePlan(64, 2, 2, num_splits=8, tiles_per_split=1), ahead=True),
         256: DecodeChoice(DecodePlan(128, 4, 2, num_splits=1, tiles_per_split=1), ahead=True),
-        512: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True),
-        2048: DecodeChoice(DecodePlan(32, 1, 3, num_splits=1, tiles_per_split=4), ahead=True),
+        512: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
+        2048: DecodeChoice(DecodePlan(32, 1, 3, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
     },
 }
 

@@ -15,8 +15,10 @@ only then waits (`gdc_wait`) for its predecessor's results:
    last ordinary launch in front of this one began: such a launch starts when all before it have ended, and this
    one starts after it did.  Decode attention reads so lengths, positions and block tables, which the step's
    preparation writes, and the cached context, of which the step before wrote the last token.  The lookup of
-   embeddings, or a graph's own start, stands in between.  The second launches of the sampler read the requests'
-   parameters: the first one waits before it lets the second start, so that whatever wrote them has ended by then.
+   embeddings, or a graph's own start, stands in between.  The order in which a large batch starts is written by the
+   forward pass itself: by an ordinary launch in front of that lookup.  The second launches of the sampler read the
+   requests' parameters: the first one waits before it lets the second start, so that whatever wrote them has ended
+   by then.
 3. Before the wait nothing is written.  More than two kernels can be in flight (n + 1 starts n + 2 as soon as all
    its programs run, though n has not ended), so a store before the wait could hit a buffer that an older kernel
    still reads; after it, no older kernel runs.  The same makes one workspace enough for all products of a stream.

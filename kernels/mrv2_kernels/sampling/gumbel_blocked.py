@@ -21,7 +21,15 @@ from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.sampling._block_draw import block_key, block_logits, key_token, logits_before, max_or_nan
+from mrv2_kernels.sampling._block_draw import (
+    block_key,
+    block_logits,
+    greedy_key,
+    key_token,
+    logits_before,
+    max_or_nan,
+    score_key,
+)
 from mrv2_kernels.sampling._exp2 import flushed_exp2
 from mrv2_kernels.sampling.gumbel import check_logits, gumbel_sample, gumbel_score
 from mrv2_kernels.sampling.gumbel_truncated import draw_truncated_rows
@@ -80,8 +88,13 @@ def _draw_row(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    IS_ALONE: tl.constexpr,
 ):
-    """Return the token drawn from a row whose blocks' L_b are in memory; -1 = none."""
+    """Return the token drawn from a row whose blocks' L_b are in memory; -1 = none.
+
+    A program that does nothing else (IS_ALONE) has registers for the exact scores of a whole block, which spares it
+    a bound and a second look.
+    """
     entry = tl.arange(0, BLOCKS)
     score = tl.load(masses_ptr + entry, mask=entry < num_blocks, other=float("-inf"), cache_modifier=".cg")
     if temperature != 0.0:
@@ -91,7 +104,15 @@ def _draw_row(
     if best > float("-inf"):
         start = tl.min(tl.where(score == best, entry, BLOCKS), axis=0) * BLOCK
         logits = block_logits(row_ptr, start, vocab, BLOCK)
-        key = block_key(logits, row_ptr, start, vocab, temperature, seed, position, float("-inf"), BLOCK, STEP)
+        if not IS_ALONE:
+            key = block_key(logits, row_ptr, start, vocab, temperature, seed, position, float("-inf"), BLOCK, STEP)
+        elif temperature == 0.0:
+            key = greedy_key(logits, start, float("-inf"), BLOCK)
+        else:
+            lane = tl.arange(0, BLOCK)
+            scores = gumbel_score(logits.to(tl.float32), temperature, seed, position, start + lane, False)
+            top = max_or_nan(scores)
+            key = score_key(top, start + tl.min(tl.where(scores == top, lane, BLOCK - 1), axis=0))
         drawn = key_token(key)
     return drawn
 
@@ -159,7 +180,7 @@ def _blocked_kernel(
                 seed = tl.load(seeds_ptr + slot)
                 position = tl.load(positions_ptr + row)
                 drawn = _draw_row(
-                    row_ptr, masses_ptr, num_blocks, vocab, temperature, seed, position, BLOCKS, BLOCK, STEP
+                    row_ptr, masses_ptr, num_blocks, vocab, temperature, seed, position, BLOCKS, BLOCK, STEP, False
                 )
                 tl.store(sampled_ptr + row * sampled_stride, drawn)
 
@@ -203,7 +224,9 @@ def _pick_kernel(
     if is_plain:
         row_ptr = logits_ptr + row * logits_stride
         masses_ptr += row * num_blocks
-        drawn = _draw_row(row_ptr, masses_ptr, num_blocks, vocab, temperature, seed, position, BLOCKS, BLOCK, STEP)
+        drawn = _draw_row(
+            row_ptr, masses_ptr, num_blocks, vocab, temperature, seed, position, BLOCKS, BLOCK, STEP, True
+        )
         tl.store(sampled_ptr + row * sampled_stride, drawn)
 
 

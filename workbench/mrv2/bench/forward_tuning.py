@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from statistics import median
 from typing import Any, Literal
@@ -164,13 +164,18 @@ def lengths(batch: int, contexts: Contexts) -> tuple[int, ...]:
 
 
 def candidates(batch: int, kept: torch.dtype = torch.bfloat16) -> list[DecodeChoice]:
-    """Return the choices worth a try for `batch` requests: the one in force first, and the kernels one by one."""
+    """Return the choices worth a try for `batch` requests: the one in force first, and the kernels one by one.
+
+    Plans that split no context are tried in the order in force, the one in force also in the other.
+    """
     now = decode_choice(batch, QWEN3.num_kv_heads, QWEN3.head_dim, torch.bfloat16, kept)
-    found = [now, DecodeChoice(now.plan, ahead=not now.ahead), DecodeChoice(now.plan, fused=False)]
+    found = [now, replace(now, ahead=not now.ahead), DecodeChoice(now.plan, fused=False)]
+    if now.plan.num_splits == 1:
+        found.append(replace(now, ordered=not now.ordered))
     for tile, splits, tiles in SHAPES[batch]:
         block_n, warps, stages, *registers = tile
         plans = [DecodePlan(block_n, warps, stages, n, each, *registers) for n in splits for each in tiles]
-        found += [DecodeChoice(plan, ahead=True) for plan in plans]
+        found += [DecodeChoice(plan, ahead=True, ordered=now.ordered and plan.num_splits == 1) for plan in plans]
     return list(dict.fromkeys(found))
 
 
@@ -414,4 +419,6 @@ def _label(choice: dict[str, Any]) -> str:
     )
     registers = choice["plan"].get("max_registers")
     plan += f" r{registers}" if registers else ""
-    return "kernels one by one" if not choice["fused"] else plan + (" ahead" if choice["ahead"] else "")
+    # records from before there was an order have none
+    plan += "".join(f" {name}" for name in ("ahead", "ordered") if choice.get(name))
+    return plan if choice["fused"] else "kernels one by one"
