@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -362,6 +363,24 @@ def test_every_form_of_a_layer_computes_the_layers(device: Device) -> None:
         assert (found - expected).norm() <= 2e-2 * expected.norm()
         # every replay starts from the same input
         assert torch.equal(found, run(chains, chain))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_norms_are_inside_products_where_plans_say_so(
+    splits: int, normed: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first norm, which adds no sums, and the model's last one."""
+    right, plans = gemm_chains.linear_of_sums, []
+
+    def seen(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        plans.append(args[5])
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(gemm_chains, "linear_of_sums", seen)
+    chains = Chains(Stack(device), 5)
+    run(chains, chains.parts(parts_plans(splits, normed=normed)))
+    assert len(plans) == (3 if normed and splits > 1 else 0) and all(plan.normed for plan in plans)
 
 
 def test_products_alone_read_what_the_one_before_wrote(device: Device) -> None:
