@@ -73,3 +73,15 @@ def test_unknown_names_and_scales_are_refused() -> None:
         make_workload("z", vocab_size=512)
     with pytest.raises(ConfigError, match="scale=0"):
         make_workload("a", vocab_size=512, scale=0)
+
+
+@pytest.mark.parametrize("name", ["d", "f"])
+def test_drawn_twins_differ_from_the_greedy_workload_in_sampling_alone(name: str) -> None:
+    greedy = make_workload(name, vocab_size=512, scale=8)
+    for twin, expected in ((f"{name}-t1", (1.0, 0, 1.0)), (f"{name}-k50", (1.0, 50, 0.9))):
+        drawn = make_workload(twin, vocab_size=512, scale=8)
+        assert drawn.requests == greedy.requests
+        assert drawn.name == f"{twin}/8"
+        assert "greedy" not in drawn.description
+        for request in drawn.engine_requests() + drawn.shortened(2).engine_requests():
+            assert (request.params.temperature, request.params.top_k, request.params.top_p) == expected

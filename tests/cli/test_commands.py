@@ -119,7 +119,8 @@ def test_bench_records_and_prints_json_last(tmp_path: Path, capsys: pytest.Captu
 
 def test_bench_lists_its_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
-    assert [line[0] for line in capsys.readouterr().out.splitlines()] == list("abcdef")
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == [*"abcdef", "d-t1", "d-k50", "f-t1", "f-k50"]
 
 
 @pytest.mark.gpu

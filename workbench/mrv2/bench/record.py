@@ -48,6 +48,8 @@ class WorkloadResult:
             "num_input_tokens": workload.num_input_tokens,
             "num_output_tokens": workload.num_output_tokens,
             "temperature": workload.temperature,
+            "top_k": workload.top_k,
+            "top_p": workload.top_p,
             "roofline": self.card.as_dict(limits.bandwidth, limits.peak_flops),
             "same_tokens": same_tokens(self.results),
             "differences": self._differences(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrv2.engine.messages import EngineRequest
 from mrv2.errors import ConfigError, nearest
@@ -38,6 +38,10 @@ class Workload:
     # 0 = greedy
     temperature: float
     scale: int = 1
+    # 0 = off
+    top_k: int = 0
+    # 1 = off
+    top_p: float = 1.0
 
     @property
     def num_input_tokens(self) -> int:
@@ -55,7 +59,7 @@ class Workload:
     def shortened(self, max_output_len: int) -> Workload:
         """Return the same prompts with at most that many output tokens each, for a warm-up."""
         requests = tuple(BenchRequest(r.prompt_token_ids, min(r.output_len, max_output_len)) for r in self.requests)
-        return Workload(f"{self.name} (short)", self.description, requests, self.temperature, self.scale)
+        return replace(self, name=f"{self.name} (short)", requests=requests)
 
     def engine_requests(self) -> list[EngineRequest]:
         """Return fresh requests for `EngineCore.add_request`; request i has the id ``str(i)`` and the seed i."""
@@ -65,6 +69,8 @@ class Workload:
                 prompt_token_ids=list(request.prompt_token_ids),
                 params=SamplingParams(
                     temperature=self.temperature,
+                    top_k=self.top_k,
+                    top_p=self.top_p,
                     max_tokens=request.output_len,
                     ignore_eos=True,
                     seed=index,
@@ -80,6 +86,11 @@ class _Recipe:
     description: str
     make: Callable[[int], list[BenchRequest]]
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def workload(self, name: str, requests: list[BenchRequest]) -> Workload:
+        return Workload(name, self.description, tuple(requests), self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 def _uniform(count: int, input_len: int, output_len: int) -> _Recipe:
@@ -118,6 +129,22 @@ _RECIPES: dict[str, _Recipe] = {
 NAMES = tuple(_RECIPES)
 
 
+def _drawn(name: str) -> dict[str, _Recipe]:
+    """Return a greedy workload's twins whose tokens are drawn."""
+    base = _RECIPES[name]
+    what = base.description.removesuffix(", greedy")
+    return {
+        f"{name}-t1": replace(base, description=f"{what}, temperature 1", temperature=1.0),
+        f"{name}-k50": replace(
+            base, description=f"{what}, temperature 1, top-k 50, top-p 0.9", temperature=1.0, top_k=50, top_p=0.9
+        ),
+    }
+
+
+_RECIPES |= {**_drawn("d"), **_drawn("f")}
+DRAWN_NAMES = tuple(name for name in _RECIPES if name not in NAMES)
+
+
 def describe(name: str) -> str:
     """Return one line about a workload."""
     return _recipe(name).description
@@ -127,7 +154,7 @@ def make_workload(name: str, *, vocab_size: int, scale: int = 1) -> Workload:
     """Build a workload by its name.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `NAMES` or `DRAWN_NAMES`.
         vocab_size: ids are drawn below it.
         scale: keep the first 1/scale of the requests, and 1/scale of every prompt and output (at least
             one of each): for machines that cannot serve the whole.
@@ -139,16 +166,16 @@ def make_workload(name: str, *, vocab_size: int, scale: int = 1) -> Workload:
         raise ConfigError(f"scale={scale} must be at least 1 (1 = the workload itself)")
     requests = recipe.make(vocab_size)
     if scale == 1:
-        return Workload(name, recipe.description, tuple(requests), recipe.temperature)
+        return recipe.workload(name, requests)
     kept = [
         BenchRequest(r.prompt_token_ids[: max(1, r.input_len // scale)], max(1, r.output_len // scale))
         for r in requests[: max(1, len(requests) // scale)]
     ]
     description = f"{recipe.description}; counts and lengths divided by {scale}"
-    return Workload(f"{name}/{scale}", description, tuple(kept), recipe.temperature, scale)
+    return replace(recipe.workload(f"{name}/{scale}", kept), description=description, scale=scale)
 
 
 def _recipe(name: str) -> _Recipe:
     if name not in _RECIPES:
-        raise ConfigError(f"unknown workload {name!r}{nearest(name, NAMES)}; workloads are {', '.join(NAMES)}")
+        raise ConfigError(f"unknown workload {name!r}{nearest(name, _RECIPES)}; workloads are {', '.join(_RECIPES)}")
     return _RECIPES[name]

@@ -59,10 +59,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 1 if the settings' tokens differ by more than ties."""
-    from mrv2.bench.workloads import NAMES, describe
+    from mrv2.bench.workloads import DRAWN_NAMES, NAMES, describe
 
     if args.list:
-        print("\n".join(f"{name}  {describe(name)}" for name in NAMES))
+        print("\n".join(f"{name:6} {describe(name)}" for name in NAMES + DRAWN_NAMES))
         return 0
     names = args.workload.split(",")
     for name in names:
