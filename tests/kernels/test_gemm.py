@@ -144,6 +144,13 @@ def test_the_reference_and_the_library_are_the_product() -> None:
         # 256 rows take smaller blocks
         (LinearPlan("warpgroup", 256, 64, splits=2), (256, 1024, 3072), "no shared memory for two blocks"),
         (LinearPlan("warpgroup", 8, 64, splits=12), (8, 1024, 3072), None),
+        (LinearPlan("warpgroup", 8, 64, stages=1), (8, 1024, 1024), "2 at least"),
+        # less than a block has nothing that could come meanwhile
+        (LinearPlan("warpgroup", 8, 64, stages=1), (8, 64, 128), None),
+        (LinearPlan("warpgroup", 8, 64, normed=True), (8, 4096, 1024), "4 of 8 blocks of x"),
+        (LinearPlan("warpgroup", 8, 64, normed=True, stages=8), (8, 4096, 1024), None),
+        (LinearPlan("warpgroup", 8, 64, normed=True, stages=8), (9, 4096, 1024), "9 rows of 1024"),
+        (LinearPlan("warpgroup", 8, 64, normed=True, stages=8), (8, 64, 768), "8 rows of 768"),
         (LinearPlan("warpgroup", 256, 64, num_warps=8), (256, 4096, 1024), None),
         (LinearPlan("library"), (999, 7, 3), None),
     ],
@@ -159,6 +166,10 @@ def test_what_does_not_suit_a_plan_is_said(plan: LinearPlan, shape: tuple[int, i
 def test_only_half_precision_goes_to_shared_memory(plan: LinearPlan) -> None:
     assert "float32" in (why_not(plan, 1, 64, 64, torch.float32) or "")
     assert why_not(plan, 1, 64, 64, torch.float16) is None
+
+
+def test_warp_groups_read_no_eight_bit_weights() -> None:
+    assert "weights of 1 bytes" in (why_not(LinearPlan("warpgroup", 8, 64), 8, 64, 256, torch.bfloat16, 1) or "")
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
@@ -236,7 +247,29 @@ def test_what_products_in_parts_refuse() -> None:
         fused_linear.triton(x, weight, whole, gated=True)
 
 
-@pytest.mark.parametrize("fields", [{"variant": "fast"}, {"block_n": 24}, {"splits": 0}, {"num_warps": 3}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"variant": "fast"},
+        {"block_n": 24},
+        {"splits": 0},
+        {"num_warps": 3},
+        # what another variant knows would be ignored
+        {"early": True},
+        {"early": True, "variant": "warpgroup"},
+        {"release_late": True},
+        {"release_late": True, "variant": "resident"},
+    ],
+)
 def test_plans_are_checked(fields: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         LinearPlan(**{"variant": "gemv"} | fields)
+
+
+def test_a_norm_refuses_one_sum_and_too_many() -> None:
+    """One would not be rounded, and what 32 bits cannot count would be read elsewhere."""
+    weight = torch.ones(64)
+    with pytest.raises(AssertionError, match="several partial sums"):
+        rms_norm.triton(torch.zeros(1, 4, 64), weight, 1e-6)
+    with pytest.raises(AssertionError, match=r"less than 2\^31 elements"):
+        rms_norm.triton(torch.zeros(2, 1 << 24, 64, device="meta"), weight, 1e-6)

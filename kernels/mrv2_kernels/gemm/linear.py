@@ -32,7 +32,9 @@ def why_not(
     if plan.variant == "resident":
         return why_not_resident(plan, num_outputs, num_inputs, dtype, weight_bytes)
     if plan.variant == "warpgroup":
-        return why_not_warpgroup(plan, num_outputs, num_inputs, dtype)
+        if weight_bytes != 2:
+            return f"weights of {weight_bytes} bytes: only 2"
+        return why_not_warpgroup(plan, num_rows, num_outputs, num_inputs, dtype)
     return None
 
 
@@ -221,8 +223,6 @@ def linear_of_sums_triton(
 
     Raises `ValueError` for a plan that is not `LinearPlan.normed`, or that does not suit the shape.
     """
-    if not plan.normed:
-        raise ValueError(f"{plan.label}: takes in no norm")
     return warpgroup_linear_of_sums(x, residual, norm, eps, weight, plan, gated=gated)
 
 

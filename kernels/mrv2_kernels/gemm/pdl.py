@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel starts while its predecessor still runs (compute capability 9.0 on).
 
-A kernel of this kind says at once that its successor may start (`gdc_launch_dependents`), fetches weights, and
-only then waits (`gdc_wait`) for its predecessor's results:
+A kernel of this kind says at once that its successor may start (`gdc_launch_dependents`; some products say it late,
+`LinearPlan.release_late`), fetches weights, and only then waits (`gdc_wait`) for its predecessor's results:
 
     kernel n      |launch|weights n  |wait|x|multiply|store|
     kernel n + 1         |launch|weights n + 1            |wait|x|multiply|store|

@@ -18,7 +18,7 @@ class LinearPlan:
     """A variant and its tile; ``library`` is torch's own product and ignores the rest.
 
     A program computes `block_m` rows x `block_n` outputs over 1 / `splits` of the inputs, with `num_warps` warps
-    and `stages` blocks of inputs in flight.  Only `ahead` and `early` leave the result as it is.
+    and `stages` blocks of inputs in flight.  Only `ahead`, `early` and `release_late` leave the result as it is.
     """
 
     variant: Variant
@@ -46,6 +46,9 @@ class LinearPlan:
                 raise ValueError(f"{name} = {value}: must be positive, and a power of two for blocks and warps")
         if self.normed and (self.variant != "warpgroup" or self.splits > 1):
             raise ValueError(f"{self.label}: only warpgroup without splits takes in a norm of partial sums")
+        for name, variant in (("early", "resident"), ("release_late", "warpgroup")):
+            if getattr(self, name) and self.variant != variant:
+                raise ValueError(f"{name} with variant {self.variant!r}: only {variant} has a choice")
 
     @property
     def label(self) -> str:

@@ -209,7 +209,9 @@ def _blocks(plan: LinearPlan, num_inputs: int) -> tuple[int, int]:
     return chunks, min(plan.stages, chunks, room)
 
 
-def why_not_warpgroup(plan: LinearPlan, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> str | None:
+def why_not_warpgroup(
+    plan: LinearPlan, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> str | None:
     """Return why a plan does not suit a shape, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype}: only bfloat16 and float16"
@@ -218,11 +220,17 @@ def why_not_warpgroup(plan: LinearPlan, num_outputs: int, num_inputs: int, dtype
     groups = plan.num_warps // 4
     if plan.block_n != BLOCK_N or groups == 0 or not 8 <= plan.block_m // groups <= 256:
         return f"tile {plan.block_m} x {plan.block_n}: {BLOCK_N} outputs and 8 to 256 rows for each 4 warps"
+    if plan.normed and (num_rows > plan.block_m or num_inputs != next_power_of_2(num_inputs)):
+        return f"{num_rows} rows of {num_inputs}: norms of {plan.block_m} rows of a power of two at most"
     chunks, stages = _blocks(plan, num_inputs)
     if (plan.splits - 1) * chunks * _block_k(plan) >= num_inputs:
         return f"{num_inputs} inputs leave nothing to the last of {plan.splits} splits"
+    if plan.stages < min(2, chunks):
+        return f"{plan.stages} block of x in flight: one is multiplied while another comes, so 2 at least"
     if stages < min(2, chunks):
         return f"weights of {chunks * _block_k(plan)} inputs leave no shared memory for two blocks of x"
+    if plan.normed and stages < chunks:
+        return f"{stages} of {chunks} blocks of x: a norm needs whole rows"
     return None
 
 
@@ -261,7 +269,7 @@ def warpgroup_linear_of_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the product [M, N] of the norm of s, and s [M, K]: the partial sums and the residual added; CUDA only.
 
-    Raises `ValueError` for a shape that the plan does not suit, and for one with splits.
+    Raises `ValueError` for a plan that is not `LinearPlan.normed`, and for a shape that it does not suit.
     """
     assert x.is_contiguous() and residual.is_contiguous(), f"contiguous only, strides {x.stride()}, {residual.stride()}"
     around = _Around(residual, norm, torch.empty_like(residual), eps)
@@ -291,11 +299,11 @@ def _launch(
     around: _Around | None,
 ) -> torch.Tensor:
     num_rows, num_inputs, num_outputs = x.shape[-2], weight.shape[1], weight.shape[0] // (2 if gated else 1)
-    reason = why_not_warpgroup(plan, num_outputs, num_inputs, weight.dtype)
-    if plan.splits > 1 and (gated or around is not None):
-        reason = "a gate takes whole sums, a norm whole rows"
-    if around is not None and (num_rows > plan.block_m or num_inputs != next_power_of_2(num_inputs)):
-        reason = f"{num_rows} rows of {num_inputs}: norms of {plan.block_m} rows of a power of two at most"
+    reason = why_not_warpgroup(plan, num_rows, num_outputs, num_inputs, weight.dtype)
+    if plan.splits > 1 and gated:
+        reason = "a gate takes whole sums"
+    if around is not None and not plan.normed:
+        reason = "takes in no norm"
     if reason is not None:
         raise ValueError(f"{plan.label}: {reason}")
     assert weight.is_contiguous(), f"weights must be contiguous, strides {weight.stride()}"

@@ -65,7 +65,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(
-    # [T, H], row stride free; or partial sums [S, T, H] float32, contiguous
+    # [T, H], row stride free; or S > 1 partial sums [S, T, H] float32, contiguous, of less than 2^31 elements
     x: torch.Tensor,
     # [H]
     weight: torch.Tensor,
@@ -76,7 +76,10 @@ def rms_norm_triton(
     """Return the norm [T, H]; with `residual`, the pair (norm, x + residual), both new tensors."""
     num_rows, hidden_size = x.shape[-2:]
     assert x.stride(-1) == 1, f"rms_norm needs contiguous rows, got strides {x.stride()}"
-    assert x.dim() == 2 or x.is_contiguous(), f"partial sums must be contiguous, strides {x.stride()}"
+    if x.dim() == 3:
+        assert x.is_contiguous(), f"partial sums must be contiguous, strides {x.stride()}"
+        # the kernel rounds them where it has added some, and counts them in 32 bits
+        assert x.shape[0] > 1 and x.numel() < 1 << 31, f"several partial sums of less than 2^31 elements: {x.shape}"
     out = torch.empty((num_rows, hidden_size), dtype=x.dtype if x.dim() == 2 else weight.dtype, device=x.device)
     summed = out if residual is None else torch.empty_like(out)
     if num_rows == 0:
