@@ -16,6 +16,7 @@ from torch import nn
 
 from mrv2_kernels.gemm import (
     FP8,
+    LinearPlan,
     LinearWorkspace,
     add_partials,
     fp8_picks,
@@ -135,8 +136,9 @@ class Linear(nn.Module):
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             parts = {"norm": norm_weight, "eps": eps, "gated": gated, "residual": residual, "scale": self.scale}
             return fused_linear(x, self.weight, pick.fused, **parts)
-        if pick.parts is not None and self._is_whole() and (partial or pick.parts.splits == 1):
-            return linear_parts(x, self.weight, pick.parts, gated=gated)
+        plan = self._plan_in_parts(x.shape[0])
+        if plan is not None and (partial or plan.splits == 1):
+            return linear_parts(x, self.weight, plan, gated=gated)
         if self.bias is not None and self.scale is None and (self.split == "column" or self.shard.world_size == 1):
             out = F.linear(x, self.weight, self.bias)
         else:
@@ -152,8 +154,8 @@ class Linear(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, *, gated: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the product of ``norm(x + residual)``, and ``x + residual``; x may be partial sums."""
-        plan = self.picks.at(residual.shape[0]).parts
-        if x.dim() == 3 and plan is not None and plan.normed and self._is_whole():
+        plan = self._plan_in_parts(residual.shape[0])
+        if x.dim() == 3 and plan is not None and plan.normed:
             return linear_of_sums(x, residual, norm.weight, norm.eps, self.weight, plan, gated=gated)
         normed, summed = norm.add(x, residual)
         return self(normed, gated=gated), summed
@@ -161,6 +163,10 @@ class Linear(nn.Module):
     def _is_whole(self) -> bool:
         """Whether this rank's weights are the whole product."""
         return self.shard.world_size == 1 and self.bias is None
+
+    def _plan_in_parts(self, num_rows: int) -> LinearPlan | None:
+        """Return the plan in parts of so many rows, if any; such products know no scales of 8-bit weights."""
+        return self.picks.at(num_rows).parts if self._is_whole() and self.scale is None else None
 
     def fuses(self, num_rows: int) -> bool:
         """Whether products of so many rows take in what surrounds them; never on the host."""

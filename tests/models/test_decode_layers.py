@@ -17,7 +17,7 @@ from mrv2_kernels.gemm import LIBRARY, LinearPlan, ProductPicks
 from mrv2_kernels.gemm.picks import Pick
 from mrv2_models.causal_lm import CausalLM, DecoderLayer
 from mrv2_models.drafters.loading import random_head
-from mrv2_models.layers import Linear, Placement, share_workspace
+from mrv2_models.layers import Linear, Placement, RMSNorm, share_workspace
 from mrv2_models.registry import load_model
 
 GEMV = LinearPlan("gemv")
@@ -206,6 +206,44 @@ def test_a_layer_that_drafts_may_be_in_parts_too(whole: LinearPlan, added: dict[
     # down's sums have no norm behind them in this head
     assert sum(map(len, added.values())) == 1 and results[1].shape == results[0].shape
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+
+
+def test_a_head_whose_layer_adds_by_itself_gets_whole_tensors() -> None:
+    """What its MLP returns has no norm behind it: the addition would take partial sums for more rows."""
+    target = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
+    head = random_head("eagle3", target)
+    harness = PagedHarness(target)
+    batch = harness.batch({"a": [5], "b": [6]})
+    torch.manual_seed(0)
+    hidden = target.config.hidden_size
+    tapped, final = torch.randn(2, 3 * hidden, dtype=torch.float64), torch.randn(2, hidden, dtype=torch.float64)
+    results = []
+    for picks in (ProductPicks(), ProductPicks((2,), (Pick(LIBRARY, parts=PARTS),))):
+        for each in head.modules():
+            if isinstance(each, Linear):
+                each.picks = picks
+        features = head.features(tapped, final)
+        inputs = (batch.input_ids, features, batch.positions, harness.state.prepare_attn(batch), harness.kv_caches[0])
+        results.append(head(*inputs))
+    assert results[1].shape == (2, hidden)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("plan", [WHOLE, PARTS, NORMED], ids=lambda plan: plan.label)
+def test_a_product_of_eight_bit_weights_is_scaled_whatever_a_table_says(plan: LinearPlan) -> None:
+    torch.manual_seed(0)
+    place = Placement(torch.float32, torch.device("cpu"), quantization="fp8")
+    product, norm = Linear(48, {"o": (32, 1)}, split="row", bias=False, place=place), RMSNorm(48, 1e-6, place)
+    norm.weight.fill_(1.0)
+    for source in product.weight_sources("a"):
+        source.store(torch.randn(source.shape) * torch.logspace(-1, 1, 32)[:, None])
+    x, sums = torch.randn(5, 48), torch.randn(3, 5, 48)
+    expected = product(x, partial=True), product.of_sum(sums, x, norm)
+    product.picks = ProductPicks((8,), (Pick(LIBRARY, parts=plan),))
+    assert torch.equal(product(x, partial=True), expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(product.of_sum(sums, x, norm), expected[1], strict=True))
+    assert product.scale is not None
+    torch.testing.assert_close(expected[0], x @ (product.weight.float() * product.scale[:, None]).T, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("gated", [False, True])
