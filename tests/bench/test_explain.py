@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from models.paged_harness import PagedHarness
+from mrv2.bench import explain
 from mrv2.bench.explain import Kernels, labelled, make_budget
 from mrv2.cli import main
 from mrv2.errors import ConfigError
+from mrv2_kernels.gemm import LinearPlan, Pick, ProductPicks
+from mrv2_models import causal_lm, layers
 from mrv2_models.layers import Linear
 from mrv2_models.registry import load_model, resolve_model
 
@@ -60,6 +69,63 @@ def test_the_bytes_of_a_part_and_no_trace_of_the_ranges_afterwards() -> None:
     head = model.head.weight
     assert 4 * head.numel() < sizes["head.project"].per_step < 4 * (head.numel() + 4 * 3 * head.shape[0])
     assert "forward" not in vars(qkv)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_every_kernel_of_a_layer_has_its_part_and_a_module_is_counted_once(
+    in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever methods call each other: of products that take in a norm or leave it alone, and of attention."""
+    model = load_model("tiny-qwen3", dtype="float64", load_format="dummy", max_model_len=32)
+    if in_parts:
+        whole = LinearPlan("warpgroup", 8, 64, normed=True)
+        for path, module in model.named_modules():
+            if isinstance(module, Linear):
+                plan = LinearPlan("warpgroup", 8, 64, splits=2) if path.endswith((".o", ".down")) else whole
+                module.picks = ProductPicks((8,), (Pick(parts=plan),))
+    ranges: list[str] = []
+    seen: list[tuple[str, str]] = []
+
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        ranges.append(name)
+        yield
+        ranges.pop()
+
+    def watch(module: ModuleType, name: str) -> None:
+        kernel = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, ranges[-1]))
+            return kernel(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    monkeypatch.setattr(explain, "stage", stage)
+    watch(causal_lm, "attend")
+    for name in ("linear", "linear_of_sums", "linear_parts", "rms_norm"):
+        watch(layers, name)
+    harness = PagedHarness(model)
+    with labelled(model) as sizes:
+        harness.step({"a": [3, 4, 5]})
+    product, normed = ("linear_parts", "linear_of_sums") if in_parts else ("linear", "linear")
+    layer = [
+        *([] if in_parts else [("rms_norm", "input_norm")]),
+        (normed, "attention.qkv"),
+        ("attend", "attention"),
+        (product, "attention.o"),
+        *([] if in_parts else [("rms_norm", "post_norm")]),
+        (normed, "mlp.gate_up"),
+        (product, "mlp.down"),
+    ]
+    last = [*layer, ("rms_norm", "norm")]
+    assert seen[-len(last) :] == [(kernel, f"part: {part}") for kernel, part in last]
+    called = {part: size.num_calls for part, size in sizes.items() if size.num_calls}
+    assert called.keys() >= {part for _, part in last}
+    assert called == {part: len(sizes[part].modules) for part in called}
+    # only the first layer's own norm has nothing to add
+    assert called["input_norm"] == (1 if in_parts else len(model.layers)) and len(model.layers) > 1
+    assert called["attention"] == called["mlp.gate_up"] == len(model.layers)
 
 
 def test_it_needs_cuda(capsys: pytest.CaptureFixture[str]) -> None:

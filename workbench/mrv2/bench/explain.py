@@ -15,7 +15,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -125,16 +125,16 @@ def _kv_bytes(core: EngineCore) -> int:
 
 @dataclass
 class PartSize:
-    """Bytes that a part's calls have touched; the part stands once in each of `num_modules` places."""
+    """Bytes that a part's calls have touched, and the ids of the modules that were called."""
 
-    num_modules: int = 0
+    modules: set[int] = field(default_factory=set)
     num_calls: int = 0
     num_bytes: int = 0
 
     @property
     def per_step(self) -> int:
-        """Bytes of one step, in which each module is called once."""
-        return self.num_bytes * self.num_modules // max(self.num_calls, 1)
+        """Bytes of one step, in which each of the modules is called once."""
+        return self.num_bytes * len(self.modules) // max(self.num_calls, 1)
 
 
 @contextmanager
@@ -147,7 +147,6 @@ def labelled(model: CausalLM) -> Iterator[dict[str, PartSize]]:
         own = list(module.parameters(recurse=False))
         if not part or not (own or isinstance(module, SelfAttention)):
             continue
-        labels = set()
         for name in _METHODS:
             method = getattr(module, name, None)
             if method is None:
@@ -155,9 +154,8 @@ def labelled(model: CausalLM) -> Iterator[dict[str, PartSize]]:
             label = part if name in ("forward", "add", "of_sum", "attend") else f"{part}.{name}"
             # rows of an embedding are looked up, the matrix is not read through
             read = [] if isinstance(module, VocabEmbedding) and name == "forward" else own
-            sizes.setdefault(label, PartSize()).num_modules += label not in labels
-            labels.add(label)
-            module.__dict__[name] = _with_range(method, label, sizes[label], read)
+            size = sizes.setdefault(label, PartSize())
+            module.__dict__[name] = _with_range(method, label, size, id(module), read)
             wrapped.append((module, name))
     try:
         yield sizes
@@ -167,14 +165,19 @@ def labelled(model: CausalLM) -> Iterator[dict[str, PartSize]]:
 
 
 def _with_range(
-    method: Callable[..., Any], label: str, size: PartSize, weights: Sequence[torch.Tensor]
+    method: Callable[..., Any], label: str, size: PartSize, module: int, weights: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        num_calls = size.num_calls
         with stage(_PART + label):
             out = method(*args, **kwargs)
+        if size.num_calls > num_calls:
+            # a method of the same part did the work, and has counted it
+            return out
         # caches come in tuples: only what is handed over as it is counts
         touched = [*weights, *(out if isinstance(out, tuple) else (out,)), *args]
+        size.modules.add(module)
         size.num_calls += 1
         size.num_bytes += sum(t.numel() * t.element_size() for t in touched if isinstance(t, torch.Tensor))
         return out
