@@ -28,7 +28,7 @@ MAX_FUSED_ROWS = 64
 # most rows of products in parts that take in the norm before them, which every program computes: it has no more
 MAX_NORMED_ROWS = 8
 # rows to which a step's batch is padded
-BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 # of 8-bit weights also those of prompts, up to where the library with weights made 16-bit again is the fastest
 FP8_BUCKETS = (*BUCKETS, 512, 1024)
 
