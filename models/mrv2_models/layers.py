@@ -18,6 +18,7 @@ from mrv2_kernels.gemm import (
     FP8,
     LinearPlan,
     LinearWorkspace,
+    Pick,
     add_partials,
     fp8_picks,
     fused_linear,
@@ -136,7 +137,7 @@ class Linear(nn.Module):
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             parts = {"norm": norm_weight, "eps": eps, "gated": gated, "residual": residual, "scale": self.scale}
             return fused_linear(x, self.weight, pick.fused, **parts)
-        plan = self._plan_in_parts(x.shape[0])
+        plan = self._in_parts(pick)
         if plan is not None and (partial or plan.splits == 1):
             return linear_parts(x, self.weight, plan, gated=gated)
         if self.bias is not None and self.scale is None and (self.split == "column" or self.shard.world_size == 1):
@@ -154,7 +155,7 @@ class Linear(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, *, gated: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the product of ``norm(x + residual)``, and ``x + residual``; x may be partial sums."""
-        plan = self._plan_in_parts(residual.shape[0])
+        plan = self._in_parts(self.picks.at(residual.shape[0]))
         if x.dim() == 3 and plan is not None and plan.normed:
             return linear_of_sums(x, residual, norm.weight, norm.eps, self.weight, plan, gated=gated)
         normed, summed = norm.add(x, residual)
@@ -164,9 +165,9 @@ class Linear(nn.Module):
         """Whether this rank's weights are the whole product."""
         return self.shard.world_size == 1 and self.bias is None
 
-    def _plan_in_parts(self, num_rows: int) -> LinearPlan | None:
-        """Return the plan in parts of so many rows, if any; such products know no scales of 8-bit weights."""
-        return self.picks.at(num_rows).parts if self._is_whole() and self.scale is None else None
+    def _in_parts(self, pick: Pick) -> LinearPlan | None:
+        """Return the plan in parts, if it may be taken; such products know no scales of 8-bit weights."""
+        return pick.parts if self._is_whole() and self.scale is None else None
 
     def fuses(self, num_rows: int) -> bool:
         """Whether products of so many rows take in what surrounds them; never on the host."""

@@ -16,6 +16,7 @@ from models.paged_harness import PagedHarness
 from mrv2_kernels.gemm import LIBRARY, LinearPlan, ProductPicks
 from mrv2_kernels.gemm.picks import Pick
 from mrv2_models.causal_lm import CausalLM, DecoderLayer
+from mrv2_models.drafters.head import DraftHead
 from mrv2_models.drafters.loading import random_head
 from mrv2_models.layers import Linear, Placement, RMSNorm, share_workspace
 from mrv2_models.registry import load_model
@@ -54,21 +55,30 @@ def test_fused_layers_compute_what_separate_kernels_do(preset: str, monkeypatch:
     torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
 
 
+# -> [2, H]
+def drafted(head: DraftHead, target: CausalLM) -> torch.Tensor:
+    """Return the head's hidden states of two requests' first tokens, behind made-up ones of its target."""
+    harness, hidden = PagedHarness(target), target.config.hidden_size
+    batch = harness.batch({"a": [5], "b": [6]})
+    torch.manual_seed(0)
+    tapped, final = (torch.randn(2, size, dtype=target.dtype) for size in (3 * hidden, hidden))
+    attn = harness.state.prepare_attn(batch)
+    return head(batch.input_ids, head.features(tapped, final), batch.positions, attn, harness.kv_caches[0])
+
+
+def give_everywhere(model: nn.Module, pick: Pick) -> None:
+    """Have all products of two rows computed so."""
+    for each in model.modules():
+        if isinstance(each, Linear):
+            each.picks = ProductPicks((2,), (pick,))
+
+
 def test_a_layer_that_drafts_may_fuse_too() -> None:
     target = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
     head = random_head("mtp", target)
-    harness = PagedHarness(target)
-    batch = harness.batch({"a": [5], "b": [6]})
-    torch.manual_seed(0)
-    features = torch.randn(2, target.config.hidden_size, dtype=torch.float64)
-    results = []
-    for picks in (ProductPicks(), ProductPicks((2,), (Pick(LIBRARY, GEMV),))):
-        for each in head.modules():
-            if isinstance(each, Linear):
-                each.picks = picks
-        inputs = (batch.input_ids, features, batch.positions, harness.state.prepare_attn(batch), harness.kv_caches[0])
-        results.append(head(*inputs))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+    expected = drafted(head, target)
+    give_everywhere(head, Pick(LIBRARY, GEMV))
+    torch.testing.assert_close(drafted(head, target), expected, rtol=1e-10, atol=1e-10)
 
 
 def give_parts(model: nn.Module, num_rows: int, *, whole: LinearPlan = WHOLE) -> int:
@@ -193,40 +203,23 @@ def test_what_is_tapped_is_whole(whole: LinearPlan, added: dict[str, list[torch.
 def test_a_layer_that_drafts_may_be_in_parts_too(whole: LinearPlan, added: dict[str, list[torch.Size]]) -> None:
     target = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
     head = random_head("mtp", target)
-    harness = PagedHarness(target)
-    batch = harness.batch({"a": [5], "b": [6]})
-    torch.manual_seed(0)
-    features = torch.randn(2, target.config.hidden_size, dtype=torch.float64)
-    results = []
-    for in_parts in (False, True):
-        if in_parts:
-            assert give_parts(head, 64, whole=whole) == 2
-        inputs = (batch.input_ids, features, batch.positions, harness.state.prepare_attn(batch), harness.kv_caches[0])
-        results.append(head(*inputs))
+    expected = drafted(head, target)
+    assert not any(added.values()) and give_parts(head, 64, whole=whole) == 2
+    found = drafted(head, target)
     # down's sums have no norm behind them in this head
-    assert sum(map(len, added.values())) == 1 and results[1].shape == results[0].shape
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+    assert sum(map(len, added.values())) == 1 and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_head_whose_layer_adds_by_itself_gets_whole_tensors() -> None:
     """What its MLP returns has no norm behind it: the addition would take partial sums for more rows."""
     target = load_model("tiny-qwen3", load_format="dummy", dtype=torch.float64)
     head = random_head("eagle3", target)
-    harness = PagedHarness(target)
-    batch = harness.batch({"a": [5], "b": [6]})
-    torch.manual_seed(0)
-    hidden = target.config.hidden_size
-    tapped, final = torch.randn(2, 3 * hidden, dtype=torch.float64), torch.randn(2, hidden, dtype=torch.float64)
-    results = []
-    for picks in (ProductPicks(), ProductPicks((2,), (Pick(LIBRARY, parts=PARTS),))):
-        for each in head.modules():
-            if isinstance(each, Linear):
-                each.picks = picks
-        features = head.features(tapped, final)
-        inputs = (batch.input_ids, features, batch.positions, harness.state.prepare_attn(batch), harness.kv_caches[0])
-        results.append(head(*inputs))
-    assert results[1].shape == (2, hidden)
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+    expected = drafted(head, target)
+    give_everywhere(head, Pick(LIBRARY, parts=PARTS))
+    found = drafted(head, target)
+    assert found.shape == expected.shape == (2, target.config.hidden_size)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("plan", [WHOLE, PARTS, NORMED], ids=lambda plan: plan.label)
