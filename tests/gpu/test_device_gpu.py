@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -165,6 +167,37 @@ def test_graphs_may_come_and_go(device: CudaDevice) -> None:
         assert x.tolist() == [turn + 1.0] * 8
         # the last user of the pool's memory goes
         del graph
+
+
+def test_graphs_that_nobody_holds_any_more_stay_until_a_capture_is_over(device: CudaDevice) -> None:
+    x = device.zeros(8)
+
+    class Engine:
+        """Refers to itself, so that only the collector frees it."""
+
+        def __init__(self) -> None:
+            self.graph, self.me = device.capture(lambda: x.fill_(1.0)), self
+
+    dead = weakref.ref(Engine())
+    was_there = []
+
+    def work() -> None:
+        # enough new containers for many collections
+        junk = [[i] for i in range(20_000)]
+        was_there.append(dead() is not None and len(junk) > 0)
+        x.fill_(2.0)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        graph = device.capture(work)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    device.main.run("forward", graph.replay)
+    device.synchronize("test")
+    assert was_there == [True] and dead() is None
+    assert x.tolist() == [2.0] * 8
 
 
 def test_a_capture_that_fails_leaves_the_device_usable(device: CudaDevice) -> None:

@@ -5,8 +5,9 @@ This file imports without CUDA; only `CudaDevice()` needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,22 @@ from mrv2.device.base import Device, DeviceError, Event, Graph, P, Shape, Stream
 from mrv2.device.cuda_clock import SpanClock
 from mrv2.instrument import context
 from mrv2.instrument.recorder import Recorder
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Within the block Python looks for no reference cycles.
+
+    A capture needs that: a cycle may hold the graphs of an engine that is gone, and to destroy a graph is an error
+    that ends a capture of the same thread.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CudaEvent(Event):
@@ -157,7 +174,7 @@ class CudaDevice(Device):
         self._wait_all()
         self.capturing = True
         try:
-            with torch.cuda.stream(on.raw), torch.no_grad():
+            with torch.cuda.stream(on.raw), torch.no_grad(), no_collection():
                 # "thread_local": other threads of the process may allocate meanwhile
                 graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
                 try:

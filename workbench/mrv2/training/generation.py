@@ -21,6 +21,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from mrv2.device.cuda import no_collection
 from mrv2.errors import ConfigError
 from mrv2.training.dialogues import TRAIN, Dialogue
 from mrv2.training.scripts import ChatScripts, Plan
@@ -180,7 +181,7 @@ class DialogueWriter:
                     self.step()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with no_collection(), torch.cuda.graph(graph):
                 self.step()
         except RuntimeError as error:
             log.warning("generation runs without a CUDA graph: %s", error)
