@@ -19,6 +19,7 @@
 
 # %%
 import json
+from itertools import pairwise
 
 import torch
 
@@ -48,6 +49,8 @@ def speeds(name: str, label: str) -> dict[str, float]:
 def table(columns: dict[str, dict], fmt: str = "{:>10,.0f}") -> None:
     """Print columns side by side; a dash where a record has nothing."""
     rows = list(dict.fromkeys(key for column in columns.values() for key in column))
+    if all(isinstance(row, int) for row in rows):
+        rows.sort()
     print(f"{'':12}" + "".join(f"{name:>20}" for name in columns))
     for row in rows:
         cells = (fmt.format(column[row]) if row in column else "-" for column in columns.values())
@@ -113,13 +116,15 @@ print(f"kernels below 4 us: {sum(int(kernels.count[row]) for row in short):,} of
 # [Graphs](../docs/glossary.md#cuda-graph) on three levels: `off` launches every kernel from Python, `model` replays the forward, `step` replays everything
 # of a decode step. With [async scheduling](../docs/glossary.md#async-scheduling) the host works while the device does. A step at `off` is some 9 to 11 ms of
 # launches from Python, the same for every batch (its records have counts and lengths divided by 8). Between `model` and `step` the kernels below have changed as well:
-# products take in what surrounds them, attention fetches ahead, and steps of prompts replay graphs too. A few percent between two columns may be noise.
+# products take in what surrounds them, attention fetches ahead, and steps of prompts replay graphs too. `now` is `step` with what came after that: products
+# in parts, the longest contexts first, greedy draws that only read. A few percent between two columns may be noise.
 
 # %%
 levels = {
     "off": speeds("graphs-off", "v2 async") | speeds("graphs-off-e", "v2 async"),
     "model": speeds("graphs-model", "v2 async"),
-    "step": ours,
+    "step": speeds("graphs-step-earlier", "v2 async"),
+    "now": {name: speed for name, speed in ours.items() if "-" not in name},
 }
 both = record("graphs-step-both")
 table({"V1 async, model": speeds("graphs-model", "v1 async"), **{f"V2, {k}": v for k, v in levels.items()}})
@@ -144,7 +149,7 @@ gained = Exercise(
     "Which workload gained most from `model` to `step`, with all that changed between the two records? Answer with its letter.",
     check=lambda a: a == most or f"`{a}` gained a factor {gains[a]:.2f}, another one {gains[most]:.2f}",
     hints=[
-        "Divide the last column by the one before.",
+        "Divide the column `V2, step` by the one before.",
         "The smallest batches have the shortest steps: what is saved weighs most there.",
     ],
     solution="answer = max(levels['step'], key=lambda name: levels['step'][name] / levels['model'][name])",
@@ -158,36 +163,61 @@ gained.check(...)
 # %% [markdown]
 # ## Job 2: products of few rows
 #
-# All four products of 28 layers, microseconds; reading the weights takes 199. A kernel that fetches its weights *before its input is there* (programmatic
-# dependent launch) hides most of the reading under its predecessor. "none ahead" is the same kernels without that. **Look for** the batch at
-# which it no longer pays, and at the last two columns: the products with norms, activation and additions as kernels between them ("in layers"),
-# and with those inside the products ("fused").
+# All four products of 28 layers, microseconds; reading the weights takes 199. A kernel that fetches its weights *before its input is there*
+# ([dependent launch](../docs/glossary.md#dependent-launch)) hides most of the reading under its predecessor. "none ahead" is the same kernels without that.
+# The last column are products on the tensor cores of a [warp group](../docs/glossary.md#warp-group), which leave [partial sums](../docs/glossary.md#partial-sums)
+# to the norm behind them. **Look for** the batch at which fetching ahead no longer pays, and for the column that has no such batch.
 
 # %%
-gemms = record("gemms")
+gemms, in_parts = record("gemms"), record("products-in-parts")
 by_rows: dict[str, dict[int, float]] = {}
-for chain in gemms["chains"]:
+# the second is a script's, from after the first
+for chain in [*gemms["chains"], *in_parts["chains"]]:
     if chain["microseconds"]:
-        by_rows.setdefault(chain["name"].removeprefix("fastest "), {})[chain["num_rows"]] = chain["microseconds"]
-names = ("library", "resident", "streamed", "picked", "picked, none ahead", "picked, in layers", "picked, fused")
-table({name: by_rows[name] for name in names}, "{:.0f}")
+        column = by_rows.setdefault(chain["name"].removeprefix("fastest "), {})
+        column.setdefault(chain["num_rows"], chain["microseconds"])
+
+
+def columns(**names: str) -> dict[str, dict[int, float]]:
+    """Return heading -> rows -> microseconds of the chains that the records have."""
+    return {heading: by_rows[name] for heading, name in names.items() if name in by_rows}
+
+
+alone = ("library", "resident", "streamed", "warpgroup", "picked")
+parts_alone = "parts, products alone"
+shown = columns(**{name: name for name in (*alone, "picked, none ahead")}, **{"in parts": parts_alone})
+table(shown, "{:.0f}")
 print(f"floor: {gemms['floor_microseconds']:.0f} us")
 saved = by_rows["library"][1] - by_rows["picked"][1]
 times = [1e6 / levels[level]["a"] for level in ("model", "step")]
 print(f"one request: a step {times[0]:,.0f} -> {times[1]:,.0f} us; the products alone save {saved:.0f}")
 
+# %% [markdown]
+# A layer has more than products. So that the comparison is of what a model runs, here are the same with norms, activation and additions: as kernels between
+# products of the library or of our own, inside the products ("fused"), and in parts, where two norms a layer remain, which add the partial sums.
+
+# %%
+table(
+    columns(
+        **{"library, in layers": "library, in layers", "own, in layers": "picked, in layers"},
+        **{"own, fused": "picked, fused", "in parts": "picked, parts"},
+    ),
+    "{:.0f}",
+)
+
 # %% jupyter={"source_hidden": true}
-own = ("resident", "streamed", "gemv")
-beaten = min(rows for rows, us in by_rows["library"].items() if all(by_rows[n].get(rows, us + 1) > us for n in own))
+fused, parts = by_rows["picked, fused"], by_rows["picked, parts"]
+won = min((rows for rows, us in parts.items() if us < fused.get(rows, us)), default=0)
 rows_at = Exercise(
     "11.3",
-    "From how many rows on is torch's library faster than each kernel of our own? A number of rows of the table.",
-    check=lambda a: a == beaten,
+    "From how many rows on is a layer in parts faster than one whose products take in what surrounds them? A number of rows of the table, 0 = never.",
+    check=lambda a: a == won,
     hints=[
-        "Compare the columns `resident` and `streamed` with `library`, line by line (`gemv` is for up to four rows)."
+        "Compare the last two columns, line by line.",
+        "One row needs no tensor cores: two columns are close there. Layers of 1 and 2 rows take the norm into the parts as well, which is not in this table.",
     ],
-    solution="answer = min(n for n, us in by_rows['library'].items() if all(by_rows[k].get(n, us + 1) > us for k in own))",
-    refuses=[32, 128],
+    solution="answer = min((n for n, us in parts.items() if us < fused.get(n, us)), default=0)",
+    refuses=[rows for rows in (1, 4, 32, 64) if rows != won],
 )
 rows_at
 
@@ -217,28 +247,77 @@ table(
 # %% [markdown]
 # ## What one layer costs now
 #
-# At 1 and at 32 requests with short contexts, from the same two records: the products and attention. Norms and activation stand between them
-# (`mrv2 bench --explain` attributes every kernel of a live step).
+# At 1 and at 32 requests with short contexts, from the same records: the products and attention. Norms stand between them (`mrv2 bench --explain`
+# attributes every kernel of a live step; kernels that start ahead wait inside themselves, so its times add up to more than the step).
 
 # %%
 for rows, place in ((1, "1 x 128"), (32, "32 x 128")):
-    products = by_rows["picked"][rows] / gemms["num_layers"]
+    products = by_rows[parts_alone][rows] / gemms["num_layers"]
     floor = gemms["floor_microseconds"] / gemms["num_layers"]
     print(
         f"{rows:3} rows: products {products:5.1f} us (reading them takes {floor:.1f}), attention {best['fused'][place]:5.1f} us"
     )
+for budget in record("explain")["budgets"]:
+    print(
+        f"{budget['num_requests']:3} requests, a live step: {budget['span_us']:6,.0f} us; its kernels one by one {budget['kernel_us']:6,.0f}"
+    )
+
+# %% [markdown]
+# ## Longest first
+#
+# Where no context is split, a program walks a whole one. Contexts of unlike lengths end one by one, and a long one that starts late runs on beside an idle
+# device. [Longest first](../docs/glossary.md#longest-first) starts them in order, the heads of a request side by side. Microseconds of one layer; `m256` are
+# 256 requests of workload `e`, `u64` 64 of one length. **Look for** what each half does alone, and whether equal lengths lose.
+
+# %%
+mixed = record("attention-mixed")
+orders = {row["plan"]: row for row in mixed["rows"] if "in force" in row["plan"].lower()}
+names = {"IN FORCE": "as they come", "SORTED, in force": "sorted", "SORTED, in force heads first": "longest first"}
+table({heading: orders[plan]["microseconds"] for plan, heading in names.items()}, "{:.1f}")
+longest = orders["SORTED, in force heads first"]
+print(f"workload e: {longest['e_ms']} ms; equal lengths: d {longest['d_percent']} %, f {longest['f_percent']} %")
 
 # %% [markdown]
 # ## Drawing the token
 #
-# One pass over 151,936 logits, against two passes and against the softmax that most samplers begin with (microseconds, plain temperature sampling):
+# One pass over 151,936 logits, against two passes and against the softmax that most samplers begin with (microseconds, plain temperature sampling). Then
+# greedy rows, which are read once and hashed never, as a share of the bandwidth of reads:
 
 # %%
 draws: dict[str, dict[int, float]] = {}
-for entry in record("samplers")["times"]:
+greedy: dict[str, dict[int, float]] = {}
+# the second is the later one
+for entry in [*record("samplers")["times"], *record("samplers-spans")["times"]]:
     if entry["case"] == "plain" and entry["microseconds"]:
         draws.setdefault(entry["variant"], {})[entry["num_rows"]] = entry["microseconds"]
+    if entry["case"] == "greedy":
+        greedy.setdefault(entry["variant"], {})[entry["num_rows"]] = entry["share_of_read_bandwidth"]
 table(draws, "{:.0f}")
+table(greedy, "{:.0%}")
+
+# %% [markdown]
+# ## The way, step by step
+#
+# Output tokens per second, each column with all that stands in the columns before. The first is what an engine like vLLM's V1 does: graphs of the forward
+# pass, inputs from the host, a step ahead. `in parts` is products in parts, longest first and the greedy draws of today, measured together: what a part of it
+# brings is in the tables above, and summed up below: computed, for steps were not measured with one alone. Of the 8 % that longest first should take off
+# workload `e`, with the products besides, the record shows 4; single runs on another GPU showed 6 to 10.
+
+# %%
+way = {
+    "V1 async": speeds("graphs-model", "v1 async"),
+    "V2 async": levels["model"],
+    "whole steps, ahead": levels["step"],
+}
+way["in parts"] = levels["now"]
+table(way)
+gain = {f"{b} / {a}": {n: way[b][n] / way[a][n] for n in way["V1 async"]} for a, b in pairwise(way)}
+for name, factors in gain.items():
+    print(f"{name:32}", "  ".join(f"{workload} {factor:.2f}" for workload, factor in factors.items()))
+by_parts = {rows: round(us - parts[rows]) for rows, us in sorted(fused.items()) if rows in parts}
+by_parts |= {rows: round(us - parts[rows]) for rows, us in by_rows["library, in layers"].items() if rows >= 64}
+print("of the last step, products alone, microseconds a step by rows:", by_parts)
+print(f"of the last step, longest first alone, workload e: {-longest['e_ms'] / 5310:.0%} of its time")
 
 # %% [markdown]
 # ## What was tried and did not help
@@ -247,15 +326,24 @@ table(draws, "{:.0f}")
 #
 # * **Streaming weights through L2** (`gemm/streamed.py`): prefetched before the wait, read after it. The second hop costs more than the library loses.
 # * **Resident weights at 64 rows and more** (`gemm/resident.py`): every program reads the whole input anew, which then outweighs the weights.
-# * **Norms, activation and additions inside the products at 64 rows**: each program reads and normalises the whole input anew. Up to 32 rows it pays.
+# * **Norms, activation and additions inside the products at 64 rows**: each program reads and normalises the whole input anew. Up to 32 rows it paid, until
+#   products in parts left the norm outside and the additions to it; those take the norm in for 1 and 2 rows only, for at 8 it costs them 18 %.
 # * **Launching fused attention ahead** (`fused pdl`): a gain at some shapes, a loss at others; it is decided shape by shape.
-# * **The fused attention at 256 requests**: enough work to fill the device without it, so the chain is chosen there.
+# * **The fused attention at 256 requests, launch by launch**: the chain is faster there. In a forward pass, with tiles of few keys in one warp, it is not.
+# * **Splits of long contexts and fewer registers for mixed batches**: up to 4 % of workload `e`, but 4 % and more lost with 64 contexts of one length.
+# * **Attention that starts late behind a product of 64 rows**: 12 % in a script with mixed contexts, 3 % lost in workload `d`. Measure where it works.
 
 # %%
-inside = {rows: by_rows["picked, in layers"][rows] - us for rows, us in by_rows["picked, fused"].items()}
+between = by_rows["picked, in layers"]
+inside = {rows: between[rows] - us for rows, us in sorted(fused.items()) if rows in between}
 print("microseconds a step that fusing saves, by rows:", {rows: round(gain) for rows, gain in inside.items()})
 ahead = {place: best["fused"][place] - best["fused pdl"][place] for place in order}
 print("microseconds that launching ahead saves a layer:", {place: round(gain, 1) for place, gain in ahead.items()})
+for batch in in_parts["with_attention"]["batches"]:
+    passes = {(t["contexts"], t["name"]): t["microseconds"] for t in batch["times"]}
+    for (contexts, name), us in passes.items():
+        if name == "late qkv":
+            print(f"{batch['num_rows']:3} rows, {contexts}: attention late {us / passes[contexts, 'base'] - 1:+.1%}")
 
 # %% [markdown]
 # ## On this machine
@@ -315,7 +403,7 @@ ratio.check(...)
 # ## To take home
 #
 # 1. Compute the floor first: it says whether there is anything to win, and where.
-# 2. Below some 64 rows a step is launches and latencies, above it bytes: the same optimisation does not pay in both.
+# 2. A step of few rows is launches and latencies, one of many bytes: what pays in one may cost in the other, so plans are per number of rows.
 # 3. Keep what lost: on another GPU it may win, and the record says what to beat.
 
 # %%

@@ -5,8 +5,8 @@ Contexts of unlike lengths then end one by one, and a long one that starts late 
 With an order the heads of a request start side by side and its requests from the longest context to the shortest, so
 that the short ones fill what the long ones leave.
 
-Measured on an H200 by a script of its own, decode attention of one layer of Qwen3-0.6B (8 KV heads of 128) with the
-plans in force, contexts of 100 to 2,048 tokens as workload e mixes them, in microseconds:
+Measured on an H200 by a script (traces/bench/h200-attention-mixed.json), decode attention of one layer of Qwen3-0.6B (8
+KV heads of 128) with the plans in force, contexts of 100 to 2,048 tokens as workload e mixes them, in microseconds:
 
     requests           256  192  128   96   64   40
     as they come       191  198  149  130  102   86

@@ -4,6 +4,10 @@ The choice is a function of the GPU, the dtype, how weights are kept, the padded
 weights alone, never of what else runs: so a token's arithmetic is the same in every step that pads to the same number
 of rows.  Numbers of rows between two that were measured take the greater one's plan.  Whatever lies beyond the table
 is the library's.
+
+The plans of the H200 are those of `mrv2 bench --gemms` (traces/bench/h200-gemms.json, h200-gemms-fp8.json), but for the
+``parts``: those of a script, chosen in forward passes with attention (h200-products-in-parts.json).  There 2 rows have
+the plans of 1, 4 rows those of 8, and 192 rows the tiles of 128, smaller ones for gate and up.
 """
 
 from __future__ import annotations

@@ -14,8 +14,15 @@ split them.  Partial sums stay in float32, one plane a split, and whoever reads 
 the norm behind it (`mrv2_kernels.layers.rms_norm`), which reads its input anyway, so nothing counts arrivals.  A gated
 program holds 32 rows of gate and 32 of up, and multiplies them at the end.
 
-Measured on an H200 (traces/bench/h200-gemms.json), the products of Qwen3-0.6B's 28 layers with norms and activation at
-8 / 32 / 64 / 128 rows: 408 / 440 / 524 / 692 us; `gemm.resident` 472 / 736 at 8 / 32, the library 805 / 938 beyond.
+Measured on an H200 by a script (traces/bench/h200-products-in-parts.json), the products of Qwen3-0.6B's 28 layers at 1,
+8, 16, 32, 64, 128 and 256 rows, partial sums left unread: 291, 311, 319, 354, 411, 579 and 796 us, where reading the
+weights takes 199.  With norms and activation 379, 411, 400, 446, 522, 702 and 944; products that take those in
+(`gemm.resident`) 472, 476 and 735 at 8, 16 and 32, the library 774, 805, 938 and 1,029 from 32 on.
+
+With attention in between, two splits of o and down beat eight at 1 and 8 rows (606 us a forward pass against 634 at 8),
+and at 1 row so do products that take in the norm (491 against 510); from 8 rows on those lose.  A successor that starts
+late: 12 % at 64 rows of mixed contexts, where workload d lost 3 % by it and so it is off, 5 % at 128 and 1 % at 256; a
+loss at 32 rows and fewer.
 """
 
 from __future__ import annotations

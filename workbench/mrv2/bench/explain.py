@@ -6,7 +6,9 @@ the replays of the same batch give the times: both submit the same kernels in th
 
 Bytes are counted once each: the tensors that a part is given and returns, its weights, and for attention the keys
 and values of the context.  What the L2 cache serves counts as well, so the share of the bandwidth of parts without
-weights can exceed one.
+weights can exceed one.  A kernel that starts ahead of its predecessor's end (`mrv2_kernels.gemm.pdl`) waits inside
+itself, and its time counts that wait: the kernels of a step then add up to more than the step, and a part's share is an
+upper bound of what it costs.
 """
 
 from __future__ import annotations

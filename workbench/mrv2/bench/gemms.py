@@ -17,6 +17,9 @@ as 8-bit floats, which no cache holds.  Each reads a part of what the one before
 
 Times are medians of replays by CUDA events, the graph's launch included.  What was picked goes into the record in
 the form of the table `mrv2_kernels.gemm.picks`.
+
+traces/bench/h200-gemms.json is from before `warpgroup` and the products in parts; what an H200 does with those is in
+h200-products-in-parts.json, by a script that timed the same chains.
 """
 
 from __future__ import annotations

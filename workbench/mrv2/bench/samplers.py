@@ -29,6 +29,12 @@ ten of them a program at 256 rows, sums without a maximum, and top-k/p that look
 (traces/bench/h200-samplers.json, h200-sampler-tuning.json): gumbel_blocked 4.0, 9.8 and 25.2 us, 69 % of the read
 bandwidth at 256; top-k/p 9.8, 13.9 and 37.7.
 
+Then, by a script (h200-samplers-spans.json), with spans of 3 or 5 blocks a program from 32 rows on and greedy rows that
+are read once and hashed never: plain at N = 1, 32, 64 and 256 gumbel_fused 4.7, 11.4, 17.7 and 47.4, gumbel_blocked
+4.0, 7.5, 10.4 and 25.8, 69 % of the read bandwidth; greedy at 256 both 23.1, which is 77 %, after 42.5 and 51.1.  With
+a row's mask made by many programs, top-k/p takes 2.3 (N = 1) to 1.4 (N = 256) times a plain draw of gumbel_two_pass,
+11 to 2.2 times before, and 1.6 to 1.25 times one of softmax_race, 3.1 to 1.7 before.
+
 A bound takes the place of both logarithms of `gumbel_two_pass` in `gumbel_fused`; the hash is what remains, so it
 cannot come near memory without other noise.
 """
