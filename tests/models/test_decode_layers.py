@@ -19,6 +19,7 @@ from mrv2_models.causal_lm import CausalLM, DecoderLayer
 from mrv2_models.drafters.head import DraftHead
 from mrv2_models.drafters.loading import random_head
 from mrv2_models.layers import Linear, Placement, RMSNorm, share_workspace
+from mrv2_models.parallel import Shard
 from mrv2_models.registry import load_model
 
 GEMV = LinearPlan("gemv")
@@ -237,6 +238,24 @@ def test_a_product_of_eight_bit_weights_is_scaled_whatever_a_table_says(plan: Li
     assert all(torch.equal(a, b) for a, b in zip(product.of_sum(sums, x, norm), expected[1], strict=True))
     assert product.scale is not None
     torch.testing.assert_close(expected[0], x @ (product.weight.float() * product.scale[:, None]).T, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("plan", [WHOLE, PARTS, NORMED], ids=lambda plan: plan.label)
+def test_a_ranks_share_of_the_inputs_is_added_to_the_others_whatever_a_table_says(
+    plan: LinearPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Placement(torch.float64, torch.device("cpu"), Shard(1, 2))
+    product, norm = Linear(96, {"o": (32, 1)}, split="row", bias=False, place=place), RMSNorm(48, 1e-6, place)
+    product.weight.normal_()
+    norm.weight.fill_(1.0)
+    product.picks = ProductPicks((8,), (Pick(LIBRARY, parts=plan),))
+    # both ranks hold the same here
+    monkeypatch.setattr(mrv2_models.layers, "all_reduce", lambda x, _: x.mul_(2))
+    x, sums = torch.randn(5, 48).double(), torch.randn(3, 5, 48).double()
+    torch.testing.assert_close(product(x, partial=True), 2 * x @ product.weight.T)
+    normed, summed = norm.add(sums, x)
+    found = product.of_sum(sums, x, norm)
+    torch.testing.assert_close(found, (2 * normed @ product.weight.T, summed))
 
 
 @pytest.mark.parametrize("gated", [False, True])
