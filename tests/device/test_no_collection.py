@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -55,3 +56,21 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_it_stays_off_until_the_last_thread_leaves() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with no_collection():
+            entered.set()
+            leave.wait(10.0)
+
+    with no_collection():
+        other = threading.Thread(target=hold)
+        other.start()
+        assert entered.wait(10.0)
+    assert not gc.isenabled()
+    leave.set()
+    other.join()
+    assert gc.isenabled()

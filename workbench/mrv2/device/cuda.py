@@ -6,8 +6,9 @@ This file imports without CUDA; only `CudaDevice()` needs it.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -18,20 +19,38 @@ from mrv2.instrument import context
 from mrv2.instrument.recorder import Recorder
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Within the block Python looks for no reference cycles.
+class _Collector:
+    """Python's cyclic garbage collector, off while anybody wants it off."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_holders, self._was_enabled = threading.Lock(), 0, False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if self._num_holders == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._num_holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_holders -= 1
+                if self._num_holders == 0 and self._was_enabled:
+                    gc.enable()
+
+
+_collector = _Collector()
+
+
+def no_collection() -> AbstractContextManager[None]:
+    """Return a block within which Python looks for no reference cycles, in any thread.
 
     A capture needs that: a cycle may hold the graphs of an engine that is gone, and to destroy a graph is an error
     that ends a capture of the same thread.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    return _collector.off()
 
 
 class CudaEvent(Event):
