@@ -2,7 +2,7 @@
 
 Every program computes all rows that it multiplies, in registers, and puts them into shared memory.  That reads more,
 and is worth a launch less for few rows: one decoding request of Qwen3-0.6B with 384 tokens of context, all layers with
-attention, 491 us on an H200 where norms of their own make it 515.
+attention, 491 us on an H200 where norms of their own make it 510 (traces/bench/h200-products-in-parts.json).
 
 Tried there too, and of no help: the product behind decode attention that combines the shares of split contexts itself,
 so that nothing counts arrivals (585 us instead of 515).
