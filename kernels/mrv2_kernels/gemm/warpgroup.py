@@ -1,6 +1,7 @@
-"""Product of 8 to 256 rows on tensor cores that read both operands from shared memory, alone or in parts of a layer:
+"""Product of 1 to 256 rows on tensor cores that read both operands from shared memory, alone or in parts of a layer:
 
-    p = x @ weight.T                            or, if `gated`,  silu(x @ gate.T) * (x @ up.T), weight = [gate; up]
+    s = x                                       or, if `normed`, rms_norm(sum of partial sums + residual) * norm
+    p = s @ weight.T                            or, if `gated`,  silu(s @ gate.T) * (s @ up.T), weight = [gate; up]
     out = p                                     or, with splits, the partial sums of p over each split of the inputs
 
 A program owns 64 outputs over one split of the inputs.  It orders all its weights into shared memory with asynchronous

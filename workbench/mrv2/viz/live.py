@@ -30,8 +30,8 @@ class LiveTimeline:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._num_centred = 0
-        version, _ = payload.plotly_source()
-        self.widget: Any = widgets.timeline_class()(theme=timeline.theme or "", plotly_version=version)
+        plotly = payload.plotly_version()
+        self.widget: Any = widgets.timeline_class()(theme=timeline.theme or "", plotly_version=plotly)
         self.worker: LatestWins[Message] = LatestWins(self._serve, self._show_error)
         self.widget.on_msg(self._receive)
         self.refresh()
@@ -63,7 +63,7 @@ class LiveTimeline:
         if kind == "tile":
             self.worker.submit(content)
         elif kind == "plotly":
-            self.widget.send({"kind": "plotly"}, [payload.plotly_source()[1]])
+            self.widget.send({"kind": "plotly"}, [payload.plotly_source(1)])
         elif kind == "select":
             found = self._timeline.links(int(content["row"]), int(content["index"]))
             self.widget.send({"kind": "links", "links": _links_message(found, index.origin)})

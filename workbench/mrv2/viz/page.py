@@ -42,7 +42,7 @@ def render(page: Page) -> str:
     """
     if page.theme is not None:
         theme.theme(page.theme)
-    version, plotly = payload.plotly_source()
+    version, plotly = payload.plotly_version(), payload.plotly_source()
     data: dict[str, Any] = {
         "themes": theme.spec()["themes"],
         "theme": page.theme,
@@ -111,7 +111,7 @@ def screenshot_figure(figure: Any, picture: Path) -> None:
     """
     parts = json.loads(figure.to_json())
     width, height = int(figure.layout.width or 1000), int(figure.layout.height or 500)
-    _, plotly = payload.plotly_source()
+    plotly = payload.plotly_source()
     draw = f"Plotly.newPlot('figure', {_json(parts)}, undefined, {{staticPlot: true}})"
     text = gzip.decompress(plotly).decode()
     body = f"<body style='margin:0'><div id='figure'></div><script>{text}</script><script>{draw}</script></body>"

@@ -25,22 +25,36 @@ def assets(*parts: str) -> str:
     return "\n".join((_ASSETS / part).read_text(encoding="utf-8") for part in parts)
 
 
+def plotly_version() -> str:
+    """Return the version of the package that holds plotly.js.
+
+    Raises:
+        TraceError: plotly is not installed.
+    """
+    _plotly_file()
+    return version("plotly")
+
+
 @cache
-def plotly_source() -> tuple[str, bytes]:
-    """Return plotly.js: the version of the package that holds it, and its source, gzip.
+def plotly_source(level: int = 9) -> bytes:
+    """Return plotly.js, gzip of that level: 9 for a page that is kept, 1 where somebody waits for it.
 
     The file is read without importing plotly, which takes longer than all else that a first picture needs.
 
     Raises:
         TraceError: plotly is not installed.
     """
+    return gzip.compress(_plotly_file().read_bytes(), level, mtime=0)
+
+
+def _plotly_file() -> Path:
     found = find_spec("plotly")
     if found is None or found.origin is None:
         raise TraceError("the timeline needs plotly: pip install 'mrv2-workbench[notebook]'")
     file = Path(found.origin).parent / "package_data" / "plotly.min.js"
     if not file.is_file():
         raise TraceError(f"plotly {version('plotly')} has no {file.name}: pip install 'mrv2-workbench[notebook]'")
-    return version("plotly"), gzip.compress(file.read_bytes(), 9, mtime=0)
+    return file
 
 
 def describe(index: TimelineIndex) -> dict[str, Any]:
