@@ -178,18 +178,20 @@ def test_graphs_that_nobody_holds_any_more_stay_until_a_capture_is_over(device: 
         def __init__(self) -> None:
             self.graph, self.me = device.capture(lambda: x.fill_(1.0)), self
 
-    dead = weakref.ref(Engine())
     was_there = []
 
     def work() -> None:
         # enough new containers for many collections
+        gc.set_threshold(10, 1, 1)
         junk = [[i] for i in range(20_000)]
         was_there.append(dead() is not None and len(junk) > 0)
         x.fill_(2.0)
 
     thresholds = gc.get_threshold()
-    gc.set_threshold(10, 1, 1)
+    # the collector is on, and has nothing to do before the capture has begun
+    gc.set_threshold(1_000_000, 1, 1)
     try:
+        dead = weakref.ref(Engine())
         graph = device.capture(work)
     finally:
         gc.set_threshold(*thresholds)
