@@ -116,7 +116,7 @@ def test_candidates_in_parts_suit_their_product(product: Product, num_rows: int)
     assert all(plan.variant == "warpgroup" and (plan.splits == 1) == product.normed for plan in plans)
     # a chain of the plans in parts, without gate, is timed as well: its kernels are checked as bare products
     if product.gated:
-        assert {replace(plan, normed=False) for plan in plans} <= set(candidates(num_rows, product))
+        assert {replace(plan, normed=False, held=0) for plan in plans} <= set(candidates(num_rows, product))
     # a program makes as many normed rows as it multiplies
     assert any(plan.normed for plan in plans) == (product.normed and num_rows <= MAX_NORMED_ROWS)
     assert all(num_rows <= plan.block_m for plan in plans if plan.normed)
@@ -131,7 +131,7 @@ def test_candidates_in_parts_suit_their_product(product: Product, num_rows: int)
 def test_there_are_few_enough_candidates_for_a_minute() -> None:
     """Each takes 60 ms of a GPU, one process in sixteen compiles and checks ten a second."""
     tasks = [plan for find in CANDIDATES.values() for m in BUCKETS for each in PRODUCTS for plan in find(m, each, None)]
-    assert len(tasks) <= 780
+    assert len(tasks) <= 900
 
 
 def test_whatever_rows_the_committed_table_names_are_measured_again() -> None:

@@ -7,6 +7,7 @@ before it have ended.  A predecessor that writes late, after it let others start
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -25,6 +26,10 @@ SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (80, 272), (14
 PLANS = (
     LinearPlan("warpgroup", 8, 64, stages=16),
     LinearPlan("warpgroup", 8, 64, splits=2, stages=16),
+    LinearPlan("warpgroup", 8, 64, splits=6, stages=16, held=4),
+    # more than the block that one of the splits has
+    LinearPlan("warpgroup", 8, 64, stages=16, held=6),
+    LinearPlan("warpgroup", 16, 64, num_warps=8, stages=16, held=2),
     LinearPlan("warpgroup", 16, 64, splits=4, stages=2),
     LinearPlan("warpgroup", 16, 64, num_warps=8, stages=2, release_late=True),
     LinearPlan("warpgroup", 32, 64, splits=8, stages=3),
@@ -35,6 +40,7 @@ PLANS = (
     LinearPlan("warpgroup", 256, 64, splits=4, num_warps=8, stages=3),
 )
 NORMED = LinearPlan("warpgroup", 8, 64, stages=16, normed=True)
+HELD = LinearPlan("warpgroup", 8, 64, stages=16, normed=True, held=6)
 EPS = 1e-6
 # how long a predecessor spins
 LATE_NS = 200_000
@@ -92,6 +98,19 @@ def test_product(num_outputs: int, num_inputs: int, plan: LinearPlan, dtype: tor
             assert add_partials(out, dtype).dtype == dtype
 
 
+@pytest.mark.parametrize("plan", [each for each in PLANS if each.held], ids=lambda plan: plan.label)
+@pytest.mark.parametrize("gated", [False, True])
+def test_held_weights_leave_the_result_as_it_is(gated: bool, plan: LinearPlan) -> None:
+    if gated and plan.splits > 1:
+        pytest.skip("a gate takes whole sums")
+    torch.manual_seed(0)
+    weight = _weight(6144, 1024)
+    for num_rows in (1, 8, 16):
+        x = _rows(num_rows, 1024, torch.bfloat16)
+        from_memory = linear_parts(x, weight, replace(plan, held=0), gated=gated)
+        assert torch.equal(linear_parts(x, weight, plan, gated=gated), from_memory)
+
+
 @pytest.mark.parametrize("plan", [each for each in PLANS if each.splits == 1], ids=lambda plan: plan.label)
 @pytest.mark.parametrize(
     "num_outputs, num_inputs, dtype",
@@ -140,7 +159,9 @@ def test_product_of_the_norm_of_sums(
         _assert_rows_close(out, expected, 1e-2)
         assert torch.equal(sums, kept[0]) and torch.equal(residual, kept[1])
         again = linear_of_sums(sums, residual, norm, EPS, weight, NORMED, gated=gated)
-        assert torch.equal(again[0], out) and torch.equal(again[1], stream)
+        held = linear_of_sums(sums, residual, norm, EPS, weight, HELD, gated=gated)
+        for other in (again, held):
+            assert torch.equal(other[0], out) and torch.equal(other[1], stream)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -175,12 +175,14 @@ def test_with_an_order_the_heads_of_a_request_start_side_by_side(monkeypatch: py
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 def test_batches_that_were_measured_so_start_the_longest_contexts_first(cache_dtype: torch.dtype) -> None:
     table = measured(cache_dtype)[128]
-    assert {pairs for pairs, choice in table.items() if choice.ordered} == {pairs for pairs in table if pairs >= 512}
+    # from somewhere on all do; one context more or less is nothing to a batch of many
+    first = min(pairs for pairs, choice in table.items() if choice.ordered)
+    assert 256 < first <= 512 and all(choice.ordered == (pairs >= first) for pairs, choice in table.items())
     for batch in range(1, 1025):
         choice = decode_choice(batch, 8, 128, torch.bfloat16, cache_dtype)
         assert not choice.ordered or (choice.fused and choice.plan.num_splits == 1)
-        # as many pairs as the choice of 512 is nearer to than that of 256
-        assert choice.ordered == (batch * 8 > (256 * 512) ** 0.5)
+        # as many pairs as the first such choice is nearer to than that of 256, the last of the others
+        assert choice.ordered == (batch * 8 > (256 * first) ** 0.5)
         assert not decode_choice(batch, 3, 64, torch.bfloat16, cache_dtype).ordered
         assert not decode_choice(batch, 8, 128, torch.float32).ordered
 

@@ -152,6 +152,8 @@ def test_the_reference_and_the_library_are_the_product() -> None:
         (LinearPlan("warpgroup", 8, 64, normed=True, stages=8), (9, 4096, 1024), "9 rows of 1024"),
         (LinearPlan("warpgroup", 8, 64, normed=True, stages=8), (8, 64, 768), "8 rows of 768"),
         (LinearPlan("warpgroup", 256, 64, num_warps=8), (256, 4096, 1024), None),
+        (LinearPlan("warpgroup", 32, 64, held=2), (8, 64, 256), "16 rows at most"),
+        (LinearPlan("warpgroup", 16, 64, held=2), (8, 64, 256), None),
         (LinearPlan("library"), (999, 7, 3), None),
     ],
 )
@@ -259,6 +261,9 @@ def test_what_products_in_parts_refuse() -> None:
         {"early": True, "variant": "warpgroup"},
         {"release_late": True},
         {"release_late": True, "variant": "resident"},
+        {"held": 2},
+        {"held": 7, "variant": "warpgroup"},
+        {"held": -1, "variant": "warpgroup"},
     ],
 )
 def test_plans_are_checked(fields: dict) -> None:

@@ -5,8 +5,11 @@ how many splits a request uses follows from its own length, on the device.
 
 What was measured on an H200 are pairs of a request and a KV head at two head sizes; other counts of pairs take the
 choice of the nearest measured one, by ratio.  Heads of 128 in a whole forward pass (`mrv2 bench --layers --tune`,
-traces/bench/h200-forward-tuning.json), heads of 64 launch by launch (`mrv2 bench --layers`).  They are from before
-requests could start longest context first; `mrv2_kernels.attention.order` says what that changes.
+traces/bench/h200-forward-tuning.json), heads of 64 launch by launch (`mrv2 bench --layers`).  From 384 pairs to 1,536,
+and for 8, they are those of a script (h200-forward-tuning-parts.json) that also took contexts as a benchmark's end has
+them, few requests of 900 to 2,000 tokens: 48 requests of such took 3,737 us with one warp a program and 2,583 with
+four, 64 took 3,780 and 3,165, 96 took 4,255 and 4,026, 128 4,829 and 4,735, 192 5,918 and 5,832.  64 of 384 tokens each
+took 1,354 and 1,329; one took 445 in 32 splits and 423 in 16.
 
 Tried there too, and of no help (traces/bench/h200-forward-tuning-l2.json): a launch that has the L2 cache fetch the
 weights of the next products, or the next layer's first keys and values, while products leave the memory idle.  A
@@ -64,11 +67,15 @@ _MEASURED: dict[int, dict[int, DecodeChoice]] = {
         768: DecodeChoice(DecodePlan(32, 4, 4, num_splits=1, tiles_per_split=16)),
     },
     128: {
-        8: DecodeChoice(DecodePlan(32, 4, 2, num_splits=32, tiles_per_split=1), ahead=True),
+        8: DecodeChoice(DecodePlan(32, 4, 2, num_splits=16, tiles_per_split=1), ahead=True),
         64: DecodeChoice(DecodePlan(64, 2, 2, num_splits=8, tiles_per_split=1), ahead=True),
         128: DecodeChoice(DecodePlan(64, 2, 2, num_splits=4, tiles_per_split=1), ahead=True),
         256: DecodeChoice(DecodePlan(128, 4, 2, num_splits=1, tiles_per_split=1), ahead=True),
-        512: DecodeChoice(DecodePlan(16, 1, 3, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
+        384: DecodeChoice(DecodePlan(64, 4, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
+        512: DecodeChoice(DecodePlan(64, 2, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
+        768: DecodeChoice(DecodePlan(64, 4, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
+        1024: DecodeChoice(DecodePlan(64, 2, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
+        1536: DecodeChoice(DecodePlan(32, 2, 3, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
         2048: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
         4096: DecodeChoice(DecodePlan(32, 1, 2, num_splits=1, tiles_per_split=4), ahead=True, ordered=True),
     },

@@ -10,6 +10,8 @@ import torch
 from mrv2_kernels._triton import cdiv
 
 Variant = Literal["library", "gemv", "streamed", "turned", "resident", "warpgroup"]
+# of 64 outputs and 128 inputs each, 32 registers of a thread
+MAX_HELD = 6
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 
@@ -18,7 +20,8 @@ class LinearPlan:
     """A variant and its tile; ``library`` is torch's own product and ignores the rest.
 
     A program computes `block_m` rows x `block_n` outputs over 1 / `splits` of the inputs, with `num_warps` warps
-    and `stages` blocks of inputs in flight.  Only `ahead`, `early` and `release_late` leave the result as it is.
+    and `stages` blocks of inputs in flight.  The result stays as it is by `ahead`, `early`, `release_late` and `held`
+    alone.
     """
 
     variant: Variant
@@ -36,6 +39,8 @@ class LinearPlan:
     # of ``warpgroup``: the successor may start when all is multiplied, not at once; one of many programs, as attention
     # is, would crowd the multiprocessors that this one leaves free
     release_late: bool = False
+    # of ``warpgroup``: blocks of weights that are in registers before the predecessor has ended, on Hopper
+    held: int = 0
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
@@ -44,9 +49,11 @@ class LinearPlan:
             value = getattr(self, name)
             if value < 1 or (value & (value - 1) and name not in ("splits", "stages")):
                 raise ValueError(f"{name} = {value}: must be positive, and a power of two for blocks and warps")
+        if not 0 <= self.held <= MAX_HELD:
+            raise ValueError(f"held = {self.held}: at most {MAX_HELD} blocks of weights fit in registers")
         if self.normed and (self.variant != "warpgroup" or self.splits > 1):
             raise ValueError(f"{self.label}: only warpgroup without splits takes in a norm of partial sums")
-        for name, variant in (("early", "resident"), ("release_late", "warpgroup")):
+        for name, variant in (("early", "resident"), ("release_late", "warpgroup"), ("held", "warpgroup")):
             if getattr(self, name) and self.variant != variant:
                 raise ValueError(f"{name} with variant {self.variant!r}: only {variant} has a choice")
 
@@ -56,7 +63,7 @@ class LinearPlan:
         if self.variant == "library":
             return self.variant
         late = ("" if self.ahead else " late") + (" early" if self.early else "") + (" normed" if self.normed else "")
-        late += " release" if self.release_late else ""
+        late += (" release" if self.release_late else "") + (f" held{self.held}" if self.held else "")
         return f"{self.variant} m{self.block_m} n{self.block_n} s{self.splits} w{self.num_warps} x{self.stages}{late}"
 
 

@@ -5,15 +5,18 @@
     out = p                                     or, with splits, the partial sums of p over each split of the inputs
 
 A program owns 64 outputs over one split of the inputs.  It orders all its weights into shared memory with asynchronous
-copies before it waits for the kernel that makes x (`mrv2_kernels.gemm.pdl`), then brings x through a ring of `stages`
-blocks of inputs.  It computes the transpose, weight @ x.T: the instruction of a warp group (wgmma on Hopper,
-tcgen05 on Blackwell) takes 64 outputs and as many rows as there are, so that few rows waste nothing and each weight and
-each input is read from shared memory once.
+copies before it waits for the kernel that makes x (`mrv2_kernels.gemm.pdl`), and on Hopper puts the first `held`
+blocks of them into registers as well, for there the instruction reads one operand faster.  Then it brings x: few rows
+in one copy, more through a ring of `stages` blocks of inputs.  It computes the transpose, weight @ x.T: the
+instruction of a warp group (wgmma on Hopper, tcgen05 on Blackwell) takes 64 outputs and as many rows as there are, so
+that few rows waste nothing and each weight and each input is read from shared memory once.
 
 Outputs without gate are at most 4,096 here, of 64 a program, which leaves half of an H200 idle; products of long rows
 split them.  Partial sums stay in float32, one plane a split, and whoever reads the product adds them in their order:
 the norm behind it (`mrv2_kernels.layers.rms_norm`), which reads its input anyway, so nothing counts arrivals.  A gated
-program holds 32 rows of gate and 32 of up, and multiplies them at the end.
+program holds 32 rows of gate and 32 of up, and multiplies them at the end; on Hopper eight of gate lie beside eight of
+up, so that a thread has both of an output.  There few rows are stored as the instruction leaves them, 32 adjacent bytes
+at least, without a detour through shared memory.
 
 Measured on an H200 by a script (traces/bench/h200-products-in-parts.json), the products of Qwen3-0.6B's 28 layers at 1,
 8, 16, 32, 64, 128 and 256 rows, partial sums left unread: 291, 311, 319, 354, 411, 579 and 796 us, where reading the
@@ -21,9 +24,17 @@ weights takes 199.  With norms and activation 379, 411, 400, 446, 522, 702 and 9
 (`gemm.resident`) 472, 476 and 735 at 8, 16 and 32, the library 774, 805, 938 and 1,029 from 32 on.
 
 With attention in between, two splits of o and down beat eight at 1 and 8 rows (606 us a forward pass against 634 at 8),
-and at 1 row so do products that take in the norm (491 against 510); from 8 rows on those lose.  A successor that starts
+and at 1 row so do products that take in the norm (491 against 510); from 4 rows on those lose.  A successor that starts
 late: 12 % at 64 rows of mixed contexts, where workload d lost 3 % by it and so it is off, 5 % at 128 and 1 % at 256; a
 loss at 32 rows and fewer.
+
+The same passes with what came last (traces/bench/h200-forward-tuning-parts.json), at 1, 8, 32 and 64 rows of 384 tokens
+of context: 505, 615, 914 and 1,414 us before; x in one copy and sums stored directly with three splits of down, 455 at
+1 row, 896 and 1,348 at 32 and 64, with six 590 at 8; six and four held blocks of weights then 444 and 564.
+Tried, no help: 128 outputs a program, weights through a ring as well and the rest of them ordered into the second
+cache, at 32 to 256 rows, where x is read half as often (at best 0.5 % at 192 rows, 2 to 11 % more elsewhere); qkv in
+two splits that attention adds (2 to 10 % more at 1 to 64 rows, at 128 the same); one copy of x at 32 and 64 rows (1 %
+more); a norm of one row that each warp computes whole (505 against 458); more held blocks than fit (658 at 1 row).
 """
 
 from __future__ import annotations
@@ -37,7 +48,7 @@ from mrv2_kernels._triton import cdiv, next_power_of_2
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm._sources import normed_sums
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.gemm.plan import LinearPlan
+from mrv2_kernels.gemm.plan import MAX_HELD, LinearPlan
 
 # outputs of a program, which the instruction of a warp group fixes
 BLOCK_N = 64
@@ -69,6 +80,9 @@ def _warpgroup_linear_kernel(
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,
+    HELD: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    DIRECT: gl.constexpr,
     RELEASE_LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -79,6 +93,12 @@ def _warpgroup_linear_kernel(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
     # outputs of a program
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    # consecutive rows of gate, behind which as many of up stand
+    RUN: gl.constexpr = 8 if DIRECT and GATED else WIDTH
+    # of the sums on Hopper; a second warp group takes half of the rows
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, W // 4], instr_shape=[16, BLOCK_M // (W // 4), 16]
+    )
     if PDL and not RELEASE_LATE:
         gdc_launch_dependents()
     tile = gl.program_id(0)
@@ -86,7 +106,7 @@ def _warpgroup_linear_kernel(
     first_row = gl.program_id(2) * BLOCK_M
     DTYPE: gl.constexpr = weight_ptr.dtype.element_ty
     w_shared = gl.allocate_shared_memory(DTYPE, [CHUNKS, BLOCK_N, BLOCK_K], SHARED)
-    if NUM_SUMS > 0:
+    if AT_ONCE:
         x_wide = gl.allocate_shared_memory(DTYPE, [BLOCK_M, CHUNKS * BLOCK_K], SHARED)
     else:
         x_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], SHARED)
@@ -94,16 +114,31 @@ def _warpgroup_linear_kernel(
     i_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY))[:, None] + first_row
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY))[None, :] + split * (CHUNKS * BLOCK_K)
     # the output that a row of weights is for
-    i_o = tile * WIDTH + i_n % WIDTH
-    w_row = i_o.to(gl.int64) + (i_n // WIDTH) * num_outputs
+    i_o = tile * WIDTH + (i_n // RUN // 2 * RUN + i_n % RUN if GATED else i_n)
+    w_row = i_o.to(gl.int64) + (i_n // RUN % 2 * num_outputs if GATED else 0)
     w_ptrs = weight_ptr + w_row * num_inputs + k
     for c in gl.static_range(CHUNKS):
         # masked elements arrive as zeros
         mask = (i_o < num_outputs) & (k + c * BLOCK_K < num_inputs)
         ampere.async_copy.async_copy_global_to_shared(w_shared.index(c), w_ptrs + c * BLOCK_K, mask=mask)
     ampere.async_copy.commit_group()
+    held = ()
+    if HELD > 0:
+        # every thread's copies have come
+        ampere.async_copy.wait_group(0)
+        block_barrier()
+        for c in gl.static_range(HELD):
+            held = held + (w_shared.index(c).load(gl.DotOperandLayout(0, ACC, 2)),)
     x_ptrs = x_ptr + i_m.to(gl.int64) * x_stride + k
-    if NUM_SUMS == 0:
+    if NUM_SUMS == 0 and AT_ONCE:
+        wide = gl.arange(0, CHUNKS * BLOCK_K, gl.SliceLayout(0, COPY))[None, :] + split * (CHUNKS * BLOCK_K)
+        if PDL:
+            gdc_wait()
+        ampere.async_copy.async_copy_global_to_shared(
+            x_wide, x_ptr + i_m.to(gl.int64) * x_stride + wide, mask=(i_m < num_rows) & (wide < num_inputs)
+        )
+        ampere.async_copy.commit_group()
+    elif NUM_SUMS == 0:
         if PDL:
             gdc_wait()
         for c in gl.static_range(STAGES):
@@ -134,13 +169,9 @@ def _warpgroup_linear_kernel(
         done = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
         hopper.mbarrier.init(done, count=1)
     else:
-        # a second warp group takes half of the rows
-        ACC: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, W // 4], instr_shape=[16, BLOCK_M // (W // 4), 16]
-        )
         acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     for c in gl.static_range(CHUNKS):
-        if NUM_SUMS == 0:
+        if not AT_ONCE:
             # one group of weights, then one a block of x; this iteration has not refilled yet
             ampere.async_copy.wait_group(min(CHUNKS, STAGES + max(c - 1, 0)) - c - 1)
             # copies wrote what tensor cores read another way
@@ -149,7 +180,7 @@ def _warpgroup_linear_kernel(
             ampere.async_copy.wait_group(0)
             hopper.fence_async_shared()
             block_barrier()
-        if NUM_SUMS > 0:
+        if AT_ONCE:
             x = x_wide.slice(c * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
         else:
             x = x_shared.index(c % STAGES).permute((1, 0))
@@ -158,9 +189,11 @@ def _warpgroup_linear_kernel(
             block_barrier()
             blackwell.tcgen05_mma(w_shared.index(c), x, memory, use_acc=c > 0)
             blackwell.tcgen05_commit(done)
+        elif c < HELD:
+            acc = hopper.warpgroup_mma(held[c], x, acc, is_async=True)
         else:
             acc = hopper.warpgroup_mma(w_shared.index(c), x, acc, is_async=True)
-        if c > 0 and c - 1 + STAGES < CHUNKS:
+        if not AT_ONCE and c > 0 and c - 1 + STAGES < CHUNKS:
             # refill what the product before this one has read
             if TENSOR_MEMORY:
                 hopper.mbarrier.wait(done, (c - 1) % 2)
@@ -183,7 +216,14 @@ def _warpgroup_linear_kernel(
         sums = memory.load(blackwell.get_tmem_reg_layout(gl.float32, [BLOCK_N, BLOCK_M], TMEM, W))
     else:
         sums = hopper.warpgroup_mma_wait(0, deps=[acc])
-    if GATED:
+    if DIRECT:
+        out = sums
+        if GATED:
+            pairs = gl.permute(gl.reshape(sums, [WIDTH // RUN, 2, RUN, BLOCK_M]), (0, 2, 3, 1))
+            gate, up = gl.split(pairs)
+            out = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [WIDTH, BLOCK_M])
+        OUT: gl.constexpr = out.type.layout
+    elif GATED:
         # a thread holds gate and up of two outputs
         PAIRS: gl.constexpr = gl.BlockedLayout([2, 1, 2], [16, 2, 1], [1, W, 1], [2, 0, 1])
         OUT: gl.constexpr = gl.SliceLayout(2, PAIRS)
@@ -199,6 +239,11 @@ def _warpgroup_linear_kernel(
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))[None, :] + first_row
     out_ptrs = out_ptr + (split * num_rows + m).to(gl.int64) * num_outputs + n
     gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(m < num_rows) & (n < num_outputs))
+
+
+def _comes_at_once(plan: LinearPlan, chunks: int, stages: int) -> bool:
+    """Return whether x comes in one copy: few rows of a power of two of inputs, all in shared memory."""
+    return plan.normed or (plan.block_m <= 16 and stages == chunks and chunks & (chunks - 1) == 0)
 
 
 def _block_k(plan: LinearPlan) -> int:
@@ -237,6 +282,8 @@ def why_not_warpgroup(
         return f"{plan.stages} block of x in flight: one is multiplied while another comes, so 2 at least"
     if stages < min(2, chunks):
         return f"weights of {chunks * _block_k(plan)} inputs leave no shared memory for two blocks of x"
+    if plan.held and plan.block_m > 16:
+        return f"{plan.held} blocks of weights held beside the sums of {plan.block_m} rows: 16 rows at most"
     if plan.normed and stages < chunks:
         return f"{stages} of {chunks} blocks of x: a norm needs whole rows"
     return None
@@ -326,6 +373,7 @@ def _launch(
     pdl = plan.ahead and has_pdl(x)
     width = plan.block_n // (2 if gated else 1)
     chunks, stages = _blocks(plan, num_inputs)
+    few = plan.block_m <= 64
     _warpgroup_linear_kernel[(cdiv(num_outputs, width), plan.splits, cdiv(num_rows, plan.block_m))](
         x,
         weight,
@@ -347,6 +395,9 @@ def _launch(
         CHUNKS=chunks,
         STAGES=stages,
         TENSOR_MEMORY=tensor_memory,
+        HELD=0 if tensor_memory else min(plan.held, chunks),
+        AT_ONCE=_comes_at_once(plan, chunks, stages),
+        DIRECT=few and not tensor_memory,
         RELEASE_LATE=plan.release_late,
         PDL=pdl,
         num_warps=plan.num_warps,
@@ -375,22 +426,29 @@ def aot_cases() -> list[AotCase]:
         "BLOCK_M": 64,
         "CHUNKS": 8,
         "STAGES": 5,
+        "HELD": 0,
+        "AT_ONCE": False,
+        "DIRECT": True,
     }
-    few: dict[str, object] = {"GATED": True, "BLOCK_M": 8, "STAGES": 8}
+    few: dict[str, object] = {"GATED": True, "BLOCK_M": 8, "STAGES": 8, "HELD": 4, "AT_ONCE": True}
+    split: dict[str, object] = {"CHUNKS": 4, "STAGES": 4, "DIRECT": False, "RELEASE_LATE": True}
+    many: dict[str, object] = {"BLOCK_M": 256, "BLOCK_K": 64, "CHUNKS": 16, "STAGES": 3, "GATED": True, "DIRECT": False}
     aligned = frozenset(signature) - {"num_rows"}
     shapes: tuple[tuple[dict[str, str], dict[str, object], int], ...] = (
         ({}, {}, 4),
         ({}, few, 4),
-        ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 8, "ROWS": 1, "EPS": 1e-6}, 4),
-        ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 2, "ROWS": 8, "EPS": 1e-6}, 4),
-        ({"out_ptr": "*fp32"}, {"CHUNKS": 4, "STAGES": 4, "RELEASE_LATE": True}, 4),
-        ({}, {"GATED": True, "BLOCK_M": 256, "BLOCK_K": 64, "CHUNKS": 16, "STAGES": 3}, 8),
+        ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 8, "ROWS": 1, "EPS": 1e-6, "HELD": MAX_HELD}, 4),
+        ({"x_ptr": "*fp32"}, few | {"NUM_SUMS": 2, "ROWS": 8, "EPS": 1e-6, "HELD": 0}, 4),
+        ({"out_ptr": "*fp32"}, split, 4),
+        ({"out_ptr": "*fp32"}, few | {"GATED": False, "CHUNKS": 4}, 4),
+        ({}, many, 8),
     )
+    on_hopper = {"TENSOR_MEMORY": False}
     return [
         AotCase(
             _warpgroup_linear_kernel,
             signature | types,
-            whole | shape | {"TENSOR_MEMORY": tensor_memory},
+            whole | shape | ({"TENSOR_MEMORY": True, "HELD": 0, "DIRECT": False} if tensor_memory else on_hopper),
             num_warps=num_warps,
             aligned=aligned,
             archs=archs,

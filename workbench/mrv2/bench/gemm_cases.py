@@ -11,6 +11,7 @@ import torch
 from mrv2_kernels._triton import cdiv, next_power_of_2
 from mrv2_kernels.gemm import FP8, LIBRARY, LinearPlan, why_not
 from mrv2_kernels.gemm.gemv import MAX_ROWS
+from mrv2_kernels.gemm.plan import MAX_HELD
 from mrv2_kernels.gemm.warpgroup import BLOCK_N as _WARPGROUP_N
 
 # how weights are kept: None = in `DTYPE`
@@ -91,7 +92,10 @@ def parts_candidates(num_rows: int, product: Product, quantization: Quantization
     if quantization is not None:
         return []
     # rotary embedding and attention read whole sums, and so does a gate
-    plans = _warpgroup(num_rows, product, (1,) if product.normed else (2, 4, 8))
+    plans = _warpgroup(num_rows, product, (1,) if product.normed else (2, 3, 4, 6, 8))
+    # registers for weights are left beside the sums of few rows; beside the norm of one or two, more of them
+    held = MAX_HELD if num_rows <= 2 else 4
+    plans = [replace(plan, held=held) if plan.block_m <= 8 else plan for plan in plans]
     if product.normed and num_rows <= MAX_NORMED_ROWS:
         plans += [replace(plan, normed=True) for plan in plans]
     num_outputs = product.num_outputs // (2 if product.gated else 1)
