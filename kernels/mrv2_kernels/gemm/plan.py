@@ -9,7 +9,7 @@ import torch
 
 from mrv2_kernels._triton import cdiv
 
-Variant = Literal["library", "gemv", "streamed", "turned", "resident", "warpgroup"]
+Variant = Literal["library", "gemv", "streamed", "turned", "resident", "warpgroup", "ring"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 
