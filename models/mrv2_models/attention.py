@@ -69,8 +69,8 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Return this step with its `order`, where the choice for the padded batch has one, or as it is.
 
-        `dtype` is that of the queries.  A model calls it once a forward pass, in front of an ordinary launch: attention
-        that starts ahead reads the order before it waits (`mrv2_kernels.gemm.pdl`).
+        `dtype` is that of the queries.  A model calls it once a forward pass, in front of the lookup of embeddings:
+        attention that starts ahead reads the order before it waits (`mrv2_kernels.gemm.pdl`).
         """
         num_kv_heads, head_dim = k_cache.shape[2:]
         if not self.takes_fused(num_kv_heads, head_dim, dtype, k_cache.dtype):

@@ -132,6 +132,10 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, place=place)
 
+    def fuses(self, num_rows: int) -> bool:
+        """Whether all four products of so many rows take in what surrounds them."""
+        return self.attention.fuses(num_rows) and self.mlp.fuses(num_rows)
+
     # x [T, H] or [S, T, H], residual [T, H] -> (what to add to the residual, residual), or (their sum [T, H], None)
     def forward(
         self,
@@ -140,12 +144,16 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         attn: AttentionMetadata,
         kv_cache: LayerCache,
+        *,
+        # [T, H]: ``input_norm(x)``, where whoever made x has computed it
+        normed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if residual is None and self.attention.fuses(x.shape[0]) and self.mlp.fuses(x.shape[0]):
+        if residual is None and normed is None and self.fuses(x.shape[0]):
             x = self.attention(x, positions, attn, kv_cache, norm=self.input_norm, residual=x)
             return self.mlp(x, norm=self.post_norm, residual=x), None
         if residual is None:
-            x, residual = self.attention(self.input_norm(x), positions, attn, kv_cache, partial=True), x
+            normed = self.input_norm(x) if normed is None else normed
+            x, residual = self.attention(normed, positions, attn, kv_cache, partial=True), x
         else:
             x, residual = self.attention.of_sum(x, residual, self.input_norm, positions, attn, kv_cache)
         return self.mlp.of_sum(x, residual, self.post_norm)
@@ -213,12 +221,23 @@ class CausalLM(nn.Module):
         """
         # in front of the lookup: what starts ahead reads it before it waits
         attn = attn.with_order(self.dtype, kv_caches[0][0])
-        x, residual = self.embed(input_ids), None
+        x, normed = self._embed(input_ids)
+        residual = None
         self._tap(0, x, residual, aux_hidden)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True), 1):
-            x, residual = layer(x, residual, positions, attn, kv_cache)
+            x, residual = layer(x, residual, positions, attn, kv_cache, normed=normed)
+            normed = None
             self._tap(index, x, residual, aux_hidden)
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+
+    # input_ids [T] int32 -> ([T, H], [T, H])
+    def _embed(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the first layer's input, and its norm unless the layer takes that in."""
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer), f"layer 0 is a {type(first).__name__}"
+        if first.fuses(input_ids.shape[0]):
+            return self.embed(input_ids), None
+        return self.embed.normed(input_ids, first.input_norm)
 
     # x [T, H] or [S, T, H], residual [T, H], aux_hidden [T, taps * H]
     def _tap(

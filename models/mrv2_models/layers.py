@@ -30,7 +30,7 @@ from mrv2_kernels.gemm import (
     quantise_rows,
     workspace_for,
 )
-from mrv2_kernels.layers import rms_norm, silu_and_mul
+from mrv2_kernels.layers import embed_norm, rms_norm, silu_and_mul
 from mrv2_models.parallel import Shard, all_gather_last, all_reduce
 
 Quantization = Literal["fp8"]
@@ -247,6 +247,7 @@ class VocabEmbedding(nn.Module):
         self.vocab_size, self.hidden_size, self.shard = vocab_size, hidden_size, place.shard
         self.rows = self.shard.part(vocab_size, "vocab_size")
         self.weight = place.parameter(self.rows.stop - self.rows.start, hidden_size)
+        self.picks = picks_of(picks_for(place.device, place.dtype), *self.weight.shape)
 
     # input_ids [T] int32 -> [T, H]
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -257,10 +258,19 @@ class VocabEmbedding(nn.Module):
         out = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return all_reduce(out.masked_fill_(elsewhere.unsqueeze(-1), 0.0), self.shard)
 
+    # input_ids [T] int32 -> ([T, H], [T, H])
+    def normed(self, input_ids: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the vectors of the tokens, and the norm of these; one launch unless several ranks share the table."""
+        if self.shard.world_size == 1:
+            return embed_norm(input_ids, self.weight, norm.weight, norm.eps)
+        x = self(input_ids)
+        return x, norm(x)
+
     # hidden [N, H] -> [N, V]
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of every token; with several ranks each rank gets all of them."""
-        return all_gather_last(F.linear(hidden, self.weight), self.shard)
+        plan = self.picks.at(hidden.shape[0]).plan
+        return all_gather_last(linear(hidden, self.weight, plan), self.shard)
 
     def weight_sources(self, name: str) -> Iterator[WeightSource]:
         """Yield the checkpoint tensor ``<name>.weight``."""

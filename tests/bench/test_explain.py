@@ -103,7 +103,7 @@ def test_every_kernel_of_a_layer_has_its_part_and_a_module_is_counted_once(
 
     monkeypatch.setattr(explain, "stage", stage)
     watch(causal_lm, "attend")
-    for name in ("linear", "linear_of_sums", "linear_parts", "rms_norm"):
+    for name in ("embed_norm", "linear", "linear_of_sums", "linear_parts", "rms_norm"):
         watch(layers, name)
     harness = PagedHarness(model)
     with labelled(model) as sizes:
@@ -118,13 +118,14 @@ def test_every_kernel_of_a_layer_has_its_part_and_a_module_is_counted_once(
         (normed, "mlp.gate_up"),
         (product, "mlp.down"),
     ]
-    last = [*layer, ("rms_norm", "norm")]
+    last = [*layer, ("rms_norm", "norm"), ("linear", "head.project")]
     assert seen[-len(last) :] == [(kernel, f"part: {part}") for kernel, part in last]
     called = {part: size.num_calls for part, size in sizes.items() if size.num_calls}
     assert called.keys() >= {part for _, part in last}
     assert called == {part: len(sizes[part].modules) for part in called}
-    # only the first layer's own norm has nothing to add
-    assert called["input_norm"] == (1 if in_parts else len(model.layers)) and len(model.layers) > 1
+    # the norm of the first layer, which has nothing to add, is the lookup's
+    assert seen[0] == ("embed_norm", "part: embed") and called["embed"] == 1
+    assert called.get("input_norm", 0) == (0 if in_parts else len(model.layers) - 1) and len(model.layers) > 1
     assert called["attention"] == called["mlp.gate_up"] == len(model.layers)
 
 

@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from mrv2_kernels._triton import cdiv, tl, triton
+from mrv2_kernels.attention.order import longest_first
 from mrv2_kernels.gemm import LinearPlan, add_partials, linear, linear_of_sums, linear_parts, why_not
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.layers import rms_norm
+from mrv2_kernels.inputs.commit import commit_decode
+from mrv2_kernels.inputs.decode import prepare_decode_inputs
+from mrv2_kernels.layers import embed_norm, rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +41,13 @@ PLANS = (
     LinearPlan("warpgroup", 128, 64, splits=4, stages=16),
     LinearPlan("warpgroup", 256, 64, stages=16),
     LinearPlan("warpgroup", 256, 64, splits=4, num_warps=8, stages=3),
+)
+RINGS = (
+    LinearPlan("ring", 8, 64, stages=16),
+    LinearPlan("ring", 16, 64, stages=5),
+    LinearPlan("ring", 32, 64, stages=16, ahead=False),
+    LinearPlan("ring", 64, 64, stages=16),
+    LinearPlan("ring", 8, 128, num_warps=8, stages=16),
 )
 NORMED = LinearPlan("warpgroup", 8, 64, stages=16, normed=True)
 HELD = LinearPlan("warpgroup", 8, 64, stages=16, normed=True, held=6)
@@ -109,6 +119,28 @@ def test_held_weights_leave_the_result_as_it_is(gated: bool, plan: LinearPlan) -
         x = _rows(num_rows, 1024, torch.bfloat16)
         from_memory = linear_parts(x, weight, replace(plan, held=0), gated=gated)
         assert torch.equal(linear_parts(x, weight, plan, gated=gated), from_memory)
+
+
+@pytest.mark.parametrize("plan", RINGS, ids=lambda plan: plan.label)
+@pytest.mark.parametrize(
+    "num_outputs, num_inputs, dtype",
+    [*((*shape, torch.bfloat16) for shape in (*SHAPES, (49152, 576), (151936, 1024))), (144, 1040, torch.float16)],
+)
+def test_product_through_a_ring(num_outputs: int, num_inputs: int, plan: LinearPlan, dtype: torch.dtype) -> None:
+    if (reason := why_not(plan, 1, num_outputs, num_inputs, dtype)) is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    weight = _weight(num_outputs, num_inputs, dtype)
+    x = _rows(plan.block_m, num_inputs, dtype)
+    for num_rows in (1, plan.block_m - 3, plan.block_m):
+        expected = x[:num_rows].double() @ weight.double().T
+        out, around = _guarded(num_rows, num_outputs, dtype=dtype)
+        assert linear(x[:num_rows], weight, plan, out=out) is out
+        assert torch.isnan(around[:4096]).all() and torch.isnan(around[-4096:]).all(), "writes beyond its output"
+        _assert_rows_close(out, expected, 5e-3)
+        whole = linear(x, weight, plan)
+        assert torch.equal(whole[:num_rows], out), "a row depends on how many there are"
+        assert torch.equal(linear(x[:1], weight, RINGS[0]), out[:1]), "a row depends on the plan"
 
 
 @pytest.mark.parametrize("plan", [each for each in PLANS if each.splits == 1], ids=lambda plan: plan.label)
@@ -233,6 +265,24 @@ def test_a_kernel_that_does_not_wait_overtakes_a_late_one() -> None:
     assert stale
 
 
+def test_nothing_behind_a_lookup_begins_before_what_is_in_front_of_it_has_ended() -> None:
+    """Attention relies on it: it reads before its own wait what a step's preparation wrote."""
+    _needs_pdl()
+    source, table = _random(8, 1024), _weight(64, 1024)
+    norm, ids = torch.ones(1024, device="cuda").bfloat16(), torch.arange(2, dtype=torch.int32, device="cuda")
+    for between in (lambda: None, lambda: rms_norm(table, norm, EPS)):
+        for _ in range(20):
+            target = torch.full_like(source, torch.nan)
+            out = torch.empty_like(target)
+            torch.cuda.synchronize()
+            _late_copy(source, target)
+            embed_norm(ids, table, norm, EPS)
+            between()
+            _hasty_copy_kernel[(2,)](target, out, target.numel(), BLOCK=4096, launch_pdl=True)
+            torch.cuda.synchronize()
+            assert torch.equal(out, source)
+
+
 class Kernel:
     """A kernel under test: tensors that it reads, by name, and a call that returns all that it writes."""
 
@@ -245,7 +295,46 @@ class Kernel:
 
 
 def _kernels(num_rows: int) -> dict[str, Kernel]:
-    """Return kernels of a layer in parts whose reads are contiguous and of one size class."""
+    """Return the kernels of a step that start ahead, and whose reads are contiguous and of one size class."""
+    return _layer_kernels(num_rows) | _edge_kernels(num_rows)
+
+
+def _edge_kernels(num_rows: int) -> dict[str, Kernel]:
+    """What stands in front of the layers and behind them; whatever is an index is 0 until it has come."""
+    torch.manual_seed(num_rows)
+    table, norm = _weight(4096, 1024), (torch.rand(1024, device="cuda") + 0.5).bfloat16()
+    ids = torch.randint(1, 4096, (num_rows,), dtype=torch.int32, device="cuda")
+    rows = torch.randperm(num_rows, device="cuda").int()
+    num_reqs = torch.tensor([num_rows], dtype=torch.int32, device="cuda")
+    computed = torch.randint(1, 60, (num_rows,), dtype=torch.int32, device="cuda")
+    last = torch.randint(1, 4096, (num_rows,), device="cuda")
+    blocks = torch.randint(1, 99, (num_rows, 4), dtype=torch.int32, device="cuda")
+    num_blocks = computed // 16 + 1
+    inputs = [torch.empty(num_rows, dtype=torch.int32, device="cuda") for _ in range(4)]
+    inputs.append(torch.empty_like(blocks))
+    outputs, slot = torch.zeros(2, num_rows, dtype=torch.int64, device="cuda"), torch.ones_like(num_reqs)
+    lengths, taken, history = computed.clone(), torch.zeros_like(last), torch.zeros(num_rows, 64, dtype=torch.int32)
+    history = history.cuda()
+
+    def prepare(computed: torch.Tensor, last: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        prepare_decode_inputs(*inputs, rows, computed, last, blocks, num_blocks, num_reqs, block_size=16)
+        return tuple(each.clone() for each in inputs)
+
+    def commit(sampled: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        commit_decode(outputs, slot, lengths, lengths, taken, history, rows, num_reqs, sampled)
+        return outputs.clone(), taken.clone()
+
+    plan = LinearPlan("ring", max(8, triton.next_power_of_2(num_rows)), 64, stages=16)
+    return {
+        "lookup": Kernel(lambda ids: embed_norm(ids, table, norm, EPS), ids=ids),
+        "inputs": Kernel(prepare, computed=computed, last=last, blocks=blocks),
+        "order": Kernel(longest_first, seq_lens=computed),
+        "logits": Kernel(lambda x: linear(x, table, plan), x=_random(num_rows, 1024).bfloat16()),
+        "commit": Kernel(commit, sampled=last),
+    }
+
+
+def _layer_kernels(num_rows: int) -> dict[str, Kernel]:
     torch.manual_seed(num_rows)
     weight, gate_up = _weight(1024, 1024), _weight(2048, 1024)
     norm = (torch.rand(1024, device="cuda") + 0.5).bfloat16()
@@ -283,7 +372,7 @@ def test_no_kernel_reads_what_its_predecessor_has_yet_to_write(num_rows: int) ->
         expected = kernel.outputs()
         for read, source in kernel.reads.items():
             for _ in range(3):
-                target = torch.full_like(source, torch.nan)
+                target = torch.full_like(source, torch.nan if source.is_floating_point() else 0)
                 torch.cuda.synchronize()
                 _late_copy(source, target)
                 found = kernel.outputs(**{read: target})

@@ -17,6 +17,7 @@ from mrv2_kernels.gemm import (
     workspace_for,
 )
 from mrv2_kernels.gemm.gemv import gemv_torch, gemv_triton
+from mrv2_kernels.gemm.plan import Variant
 from mrv2_kernels.layers import rms_norm
 
 # one rounding of the result and a little for sums of up to 3072 terms of size one
@@ -154,6 +155,16 @@ def test_the_reference_and_the_library_are_the_product() -> None:
         (LinearPlan("warpgroup", 256, 64, num_warps=8), (256, 4096, 1024), None),
         (LinearPlan("warpgroup", 32, 64, held=2), (8, 64, 256), "16 rows at most"),
         (LinearPlan("warpgroup", 16, 64, held=2), (8, 64, 256), None),
+        (LinearPlan("ring", 8, 64, stages=16), (8, 151936, 1024), None),
+        (LinearPlan("ring", 64, 64, stages=16), (64, 151936, 1024), None),
+        (LinearPlan("ring", 8, 128, num_warps=8, stages=16), (8, 151936, 1024), None),
+        (LinearPlan("ring", 8, 64, stages=16), (9, 151936, 1024), "9 rows: 8 at most"),
+        (LinearPlan("ring", 8, 64, stages=4), (8, 151936, 1024), "a ring has 5 at least"),
+        (LinearPlan("ring", 128, 64, stages=16), (8, 151936, 1024), "128 rows of 1024 inputs: a ring has 5 at least"),
+        (LinearPlan("ring", 8, 64, num_warps=8, stages=16), (8, 151936, 1024), "64 x 4 or 128 x 8"),
+        (LinearPlan("ring", 8, 32, stages=16), (8, 151936, 1024), "64 x 4 or 128 x 8"),
+        (LinearPlan("ring", 8, 64, splits=2, stages=16), (8, 151936, 1024), "whole sums only"),
+        (LinearPlan("ring", 8, 64, stages=16), (8, 151936, 1032), "multiples of 16"),
         (LinearPlan("library"), (999, 7, 3), None),
     ],
 )
@@ -163,15 +174,19 @@ def test_what_does_not_suit_a_plan_is_said(plan: LinearPlan, shape: tuple[int, i
 
 
 @pytest.mark.parametrize(
-    "plan", [LinearPlan("resident"), LinearPlan("warpgroup", 8, 64)], ids=lambda plan: plan.variant
+    "plan",
+    [LinearPlan("resident"), LinearPlan("warpgroup", 8, 64), LinearPlan("ring", 8, 64, stages=8)],
+    ids=lambda plan: plan.variant,
 )
 def test_only_half_precision_goes_to_shared_memory(plan: LinearPlan) -> None:
     assert "float32" in (why_not(plan, 1, 64, 64, torch.float32) or "")
     assert why_not(plan, 1, 64, 64, torch.float16) is None
 
 
-def test_warp_groups_read_no_eight_bit_weights() -> None:
-    assert "weights of 1 bytes" in (why_not(LinearPlan("warpgroup", 8, 64), 8, 64, 256, torch.bfloat16, 1) or "")
+@pytest.mark.parametrize("variant", ["warpgroup", "ring"])
+def test_warp_groups_read_no_eight_bit_weights(variant: Variant) -> None:
+    plan = LinearPlan(variant, 8, 64, stages=8)
+    assert "weights of 1 bytes" in (why_not(plan, 8, 64, 256, torch.bfloat16, 1) or "")
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])

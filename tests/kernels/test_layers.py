@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrv2_kernels.layers import qk_norm_rope, rms_norm, rotary_embedding, silu_and_mul
+from mrv2_kernels.layers import embed_norm, qk_norm_rope, rms_norm, rotary_embedding, silu_and_mul
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 4e-3}
 TWINS = ("torch", "triton")
@@ -53,6 +53,19 @@ def test_rms_norm(twin: str, shape: tuple[int, int], dtype: torch.dtype) -> None
     x = torch.randn(shape[0], 2 * shape[1], dtype=torch.float64).to(dtype)[:, : shape[1]]
     weight = torch.randn(shape[1], dtype=torch.float64).to(dtype)
     _close(getattr(rms_norm, twin)(x, weight, EPS), _normed(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, hidden", [(1, 64), (5, 576), (0, 64)])
+def test_a_lookup_is_rows_of_the_table_and_their_norm(twin: str, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    table, weight = (torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in ((9, hidden), (hidden,)))
+    ids = torch.tensor([8, 0, 3, 3, 7], dtype=torch.int32)[:tokens]
+    x, normed = getattr(embed_norm, twin)(ids, table, weight, EPS)
+    assert torch.equal(x, table[ids])
+    _close(normed, _normed(x, weight))
+    if twin == "triton":
+        assert torch.equal(normed, rms_norm.triton(x, weight, EPS))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -80,3 +80,12 @@ def test_all_plans_pass_through_the_table(tmp_path) -> None:
     path.write_text("{}")
     write_picks("GPU", [as_entry(*key, pick) for key, pick in PICKS.items()], path)
     assert read_picks(json.loads(path.read_text()))["GPU"] == PICKS
+
+
+def test_products_that_are_not_measured_keep_their_picks(tmp_path) -> None:
+    path = tmp_path / "picks.json"
+    path.write_text("{}")
+    write_picks("GPU", [as_entry(*key, pick) for key, pick in PICKS.items()], path)
+    write_picks("GPU", [as_entry(2, 64, 32, MORE)], path)
+    kept = {key: pick for key, pick in PICKS.items() if key[1:] == (32, 64)}
+    assert read_picks(json.loads(path.read_text()))["GPU"] == {(2, 64, 32): MORE} | kept

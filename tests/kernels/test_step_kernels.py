@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from mrv2_kernels.spec.expand import expand_logit_rows
 from mrv2_kernels.spec.ngram import propose_ngram
 from mrv2_kernels.spec.suffix import propose_suffix
 from mrv2_kernels.state.block_table import compute_slot_mapping, gather_block_tables
-from mrv2_kernels.state.staged_write import apply_packed_writes, apply_staged_writes
 
 ROWS, LENGTH, SLOTS = 40, 9, 3
 UNTOUCHED = -77
@@ -201,34 +199,3 @@ def test_drafting_leaves_rows_of_padding_alone(twin: str) -> None:
     kept = torch.zeros((1, 8), dtype=torch.int32), torch.zeros(1, dtype=torch.int32), word(0)
     getattr(propose_suffix, twin)(drafts, rows, *kept, tokens, total, ones, **options)
     assert drafts.tolist() == [[UNTOUCHED] * 2, [1, 2], [UNTOUCHED] * 2]
-
-
-@pytest.mark.parametrize("twin", [apply_packed_writes.torch, apply_packed_writes.triton])
-@pytest.mark.parametrize("num_runs", [0, 1, 5, 200])
-def test_packed_runs_are_staged_writes(twin, num_runs: int) -> None:
-    rng = np.random.default_rng(num_runs)
-    lengths = rng.integers(1, 6, num_runs)
-    if num_runs > 1:
-        # longer than one program's block
-        lengths[1] = 300
-    starts = np.concatenate(([0], np.cumsum(lengths + rng.integers(0, 3, num_runs))))[:num_runs]
-    cu_lens = np.concatenate(([0], np.cumsum(lengths)))
-    contents = rng.integers(0, 1000, int(cu_lens[-1]))
-    size = int(starts[-1] + lengths[-1]) if num_runs else 4
-    # what lies behind the runs belongs to an earlier step
-    packed = torch.tensor(np.concatenate((starts, cu_lens, contents, [5, 5, 5])), dtype=torch.int32)
-    got, want = (torch.full((size,), UNTOUCHED, dtype=torch.int32) for _ in range(2))
-    columns = [torch.tensor(column, dtype=torch.int32) for column in (starts, cu_lens, contents)]
-    apply_staged_writes.torch(
-        want.view(1, -1), torch.zeros(num_runs, dtype=torch.int32), *columns, max_len=int(lengths.max(initial=0))
-    )
-    twin(got, word(num_runs), packed)
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("twin", [apply_packed_writes.torch, apply_packed_writes.triton])
-def test_a_packed_run_ends_where_the_memory_ends(twin) -> None:
-    memory = torch.full((8,), UNTOUCHED, dtype=torch.int32)
-    packed = torch.tensor([3, 0, 4, 1, 2, 3, 4], dtype=torch.int32)
-    twin(memory[:5], word(1), packed)
-    assert memory.tolist() == [UNTOUCHED] * 3 + [1, 2] + [UNTOUCHED] * 3

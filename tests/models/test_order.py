@@ -54,9 +54,15 @@ def events(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
         seen.append(("attend", options["order"]))
         attend(*args, **options)
 
+    normed = model.embed.normed
+
+    def embed_seen(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(("embed", None))
+        return normed(*args)
+
     monkeypatch.setattr(mrv2_models.attention, "longest_first", find)
     monkeypatch.setattr(mrv2_models.attention, "fused_decode_attention", attend_seen)
-    model.embed.register_forward_pre_hook(lambda *_: seen.append(("embed", None)))
+    monkeypatch.setattr(model.embed, "normed", embed_seen)
     return seen
 
 

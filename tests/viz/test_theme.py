@@ -87,6 +87,8 @@ def test_stages_have_their_hue(name: str, hue: str) -> None:
         ("output_copy", OpKind.STAGE, "copy"), ("mystery", OpKind.KERNEL, "other"),
         ("_decode_inputs_kernel", OpKind.KERNEL, "prepare"), ("_packed_write_kernel", OpKind.KERNEL, "prepare"),
         ("_commit_kernel", OpKind.KERNEL, "prepare"), ("_longest_first_kernel", OpKind.KERNEL, "prepare"),
+        ("_fetch_step_kernel", OpKind.KERNEL, "prepare"), ("_embed_norm_kernel", OpKind.KERNEL, "forward"),
+        ("_ring_linear_kernel", OpKind.KERNEL, "forward"),
     ],
 )  # fmt: skip
 def test_operations_have_their_hue(name: str, kind: int, hue: str) -> None:

@@ -19,10 +19,9 @@ computes what it does without one, so results are bit by bit the same.
 
 With PDL (`mrv2_kernels.gemm.pdl`) each program fetches order, lengths, blocks, angles and the first tile of its share
 of the context before it waits for q, k and v: an earlier step wrote them, or this step's preparation, or for the order
-the start of the forward pass, behind which an ordinary launch, the lookup of embeddings, has begun since.  Measured on
-an H200 in a forward pass of Qwen3-0.6B at 384 tokens of context (traces/bench/h200-forward-tuning.json): 708 us without
-PDL and 609 with it for one request, 877 and 785 for 8, 1,381 and 1,268 for 32; as kernels one by one 750, 926 and
-1,403.
+the start of the forward pass, and a gate stands in between, the lookup of embeddings.  Measured on an H200 in a forward
+pass of Qwen3-0.6B at 384 tokens of context (traces/bench/h200-forward-tuning.json): 708 us without PDL and 609 with it
+for one request, 877 and 785 for 8, 1,381 and 1,268 for 32; as kernels one by one 750, 926 and 1,403.
 
 Legend: B_pad = requests with padding, NB = blocks, BS = block size, MB = blocks a row, Hq / Hkv =
 query / KV heads, D = head size, L = positions in the table.

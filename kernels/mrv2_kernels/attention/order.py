@@ -31,6 +31,7 @@ import torch
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 # rows that one program places, and rows that it compares them with at a time
 _ROWS, _BLOCK = 4, 256
@@ -43,7 +44,11 @@ def _longest_first_kernel(
     num_rows,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_batch = rows < num_rows
     own = tl.load(seq_lens_ptr + rows, mask=in_batch, other=0)[:, None]
@@ -63,16 +68,16 @@ def longest_first_triton(
 ) -> torch.Tensor:
     """Return the rows ``[B_pad]`` int32 from the longest context to the shortest; ties by row, padding last.
 
-    A row's place is how many are longer, or as long and in front of it: B_pad^2 comparisons in one small launch, an
-    ordinary one, which dependent launches rely on (`mrv2_kernels.gemm.pdl`).  Raises `ValueError` for lengths that
-    are not int32 or not adjacent.
+    A row's place is how many are longer, or as long and in front of it: B_pad^2 comparisons in one small launch.
+    Raises `ValueError` for lengths that are not int32 or not adjacent.
     """
     _check_lengths(seq_lens)
     order = torch.empty_like(seq_lens)
     num_rows = seq_lens.shape[0]
     if num_rows > 0:
+        pdl = has_pdl(seq_lens)
         _longest_first_kernel[(cdiv(num_rows, _ROWS),)](
-            order, seq_lens, num_rows, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=1
+            order, seq_lens, num_rows, ROWS=_ROWS, BLOCK=_BLOCK, PDL=pdl, num_warps=1, launch_pdl=pdl
         )
     return order
 
@@ -109,4 +114,4 @@ def check_order(op: str, order: torch.Tensor | None, batch: int) -> None:
 def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
     signature = {"order_ptr": "*i32", "seq_lens_ptr": "*i32", "num_rows": "i32"}
-    return [AotCase(_longest_first_kernel, signature, {"ROWS": _ROWS, "BLOCK": _BLOCK}, num_warps=1)]
+    return [AotCase(_longest_first_kernel, signature, {"ROWS": _ROWS, "BLOCK": _BLOCK, "PDL": True}, num_warps=1)]

@@ -17,6 +17,7 @@ from mrv2_kernels.gemm.fp8 import dequantise_rows
 from mrv2_kernels.gemm.gemv import MAX_ROWS, gemv_torch, gemv_triton
 from mrv2_kernels.gemm.plan import LIBRARY, LinearPlan, LinearWorkspace
 from mrv2_kernels.gemm.resident import resident_linear, why_not_resident
+from mrv2_kernels.gemm.ring import ring_linear, why_not_ring
 from mrv2_kernels.gemm.streamed import streamed_linear, why_not_streamed
 from mrv2_kernels.gemm.warpgroup import warpgroup_linear, warpgroup_linear_of_sums, why_not_warpgroup
 
@@ -35,6 +36,8 @@ def why_not(
         if weight_bytes != 2:
             return f"weights of {weight_bytes} bytes: only 2"
         return why_not_warpgroup(plan, num_rows, num_outputs, num_inputs, dtype)
+    if plan.variant == "ring":
+        return why_not_ring(plan, num_rows, num_outputs, num_inputs, dtype, weight_bytes)
     return None
 
 
@@ -65,6 +68,10 @@ def linear_triton(
         if scale is not None or plan.splits > 1:
             raise ValueError(f"{plan.label}: whole sums of 16-bit weights only; `linear_parts` takes partial ones")
         return warpgroup_linear(x, weight, plan, out)
+    if plan.variant == "ring":
+        if scale is not None:
+            raise ValueError(f"{plan.label}: 16-bit weights only")
+        return ring_linear(x, weight, plan, out)
     if scale is not None:
         # the library multiplies 16 bits by 16 bits: at many rows the weights' bytes are not what counts
         weight = dequantise_rows(weight, scale, x.dtype)

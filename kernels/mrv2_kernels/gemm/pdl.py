@@ -12,19 +12,18 @@ A kernel of this kind says at once that its successor may start (`gdc_launch_dep
 1. Every program executes `gdc_wait`, one that leaves early too.  So kernel n ends only after kernel n - 1 has ended,
    and by induction all earlier ones have: what follows the wait of n + 1 sees the results of every earlier kernel.
 2. Before the wait nothing is read but weights, which no kernel of a step writes, and what was written before the
-   last ordinary launch in front of this one began: such a launch starts when all before it have ended, and this
-   one starts after it did.  Decode attention reads so lengths, positions and block tables, which the step's
-   preparation writes, and the cached context, of which the step before wrote the last token.  The lookup of
-   embeddings, or a graph's own start, stands in between.  The order in which a large batch starts is written by the
-   forward pass itself: by an ordinary launch in front of that lookup.  The second launches of the sampler read the
-   requests' parameters: the first one waits before it lets the second start, so that whatever wrote them has ended
-   by then.
+   last gate in front of this one.  A gate is an ordinary launch, which starts when all before it have ended, or one
+   that waits before it lets its successor start: whatever begins behind it begins after all before it have ended.
+   Decode attention reads so lengths, positions, block tables and the order of a large batch, which the preparation of
+   the step and the start of its forward pass write, and the cached context, of which the step before wrote the last
+   token.  The gate in between is the lookup of embeddings.  The second launches of the sampler read the requests'
+   parameters behind its first launch, which is one too.
 3. Before the wait nothing is written.  More than two kernels can be in flight (n + 1 starts n + 2 as soon as all
    its programs run, though n has not ended), so a store before the wait could hit a buffer that an older kernel
    still reads; after it, no older kernel runs.  The same makes one workspace enough for all products of a stream.
 
-In a step these kernels (products, norms, activation, rotation, KV write, fused attention) have others around them
-(embedding, library products, copies, sampling), on one stream.  Both mix freely:
+In a step these kernels (inputs, lookup, products, norms, activation, rotation, KV write, fused attention, sampling,
+commit) have others around them (the upload, library products, copies), on one stream.  Both mix freely:
 
 - a kernel launched without the attribute starts when its predecessor has ended, hence, by rule 1, when all before that
   have: it is never overtaken by one of these, which write nothing before their wait, and overtakes none;

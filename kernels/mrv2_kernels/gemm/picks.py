@@ -63,9 +63,15 @@ def read_picks(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, Pi
 def write_picks(
     gpu: str, entries: Iterable[Mapping[str, Any]], path: Path = TABLE, quantization: str | None = None
 ) -> None:
-    """Replace a GPU's picks in the table by those of a benchmark record (its ``picks``, ``quantization``)."""
+    """Replace a GPU's picks in the table by those of a benchmark record (its ``picks``, ``quantization``).
+
+    Products that the record does not measure, such as a model's logits, keep their picks.
+    """
     table = json.loads(path.read_text(encoding="utf-8"))
-    table[table_key(gpu, quantization)] = [dict(entry) for entry in entries]
+    key, replaced = table_key(gpu, quantization), [dict(entry) for entry in entries]
+    measured = {(entry["num_outputs"], entry["num_inputs"]) for entry in replaced}
+    kept = [each for each in table.get(key, []) if (each["num_outputs"], each["num_inputs"]) not in measured]
+    table[key] = replaced + kept
     read_picks(table)
     lines = [
         f"  {json.dumps(name)}: [\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in each) + "\n  ]"

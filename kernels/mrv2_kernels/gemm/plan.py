@@ -9,7 +9,7 @@ import torch
 
 from mrv2_kernels._triton import cdiv
 
-Variant = Literal["library", "gemv", "streamed", "turned", "resident", "warpgroup"]
+Variant = Literal["library", "gemv", "streamed", "turned", "resident", "warpgroup", "ring"]
 # of 64 outputs and 128 inputs each, 32 registers of a thread
 MAX_HELD = 6
 VARIANTS: tuple[Variant, ...] = get_args(Variant)

@@ -16,6 +16,7 @@ import torch
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 _BLOCK = 32
 
@@ -35,7 +36,11 @@ def _commit_kernel(
     num_reqs_ptr,
     sampled_ptr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = req < tl.load(num_reqs_ptr)
     sampled = tl.load(sampled_ptr + req, mask=mask, other=0)
@@ -78,6 +83,7 @@ def commit_decode_triton(
     A history that is full drops the token.  A sampled -1 (NaN logits) leaves as -1 and is stored as token 0, so that
     the state stays a legal input; the host ends such a request.
     """
+    pdl = has_pdl(sampled)
     _commit_kernel[(cdiv(sampled.shape[0], _BLOCK),)](
         outputs,
         outputs.stride(0),
@@ -92,7 +98,9 @@ def commit_decode_triton(
         num_reqs,
         sampled,
         BLOCK=_BLOCK,
+        PDL=pdl,
         num_warps=1,
+        launch_pdl=pdl,
     )
 
 
@@ -141,7 +149,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             kernel=_commit_kernel,
             signature=pointers | numbers,
-            constexprs={"BLOCK": _BLOCK},
+            constexprs={"BLOCK": _BLOCK, "PDL": True},
             num_warps=1,
         )
     ]

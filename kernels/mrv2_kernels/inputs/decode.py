@@ -9,6 +9,9 @@ For a batch in which every request computes exactly the token it sampled last:
 
 What `gather_block_tables`, `prepare_pos_seq_lens`, `combine_sampled_and_draft_tokens` and
 `compute_slot_mapping` yield for such a batch; they remain for all others.
+
+It waits at once where it is launched ahead (`mrv2_kernels.gemm.pdl`): all that it reads, the launch in front of it or
+the step before has written.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import tl, triton
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 _BLOCK = 1024
 
@@ -40,7 +44,11 @@ def _decode_inputs_kernel(
     row_len,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     req = tl.program_id(0).to(tl.int64)
     row = tl.zeros([], tl.int64)
     num_blocks = 0
@@ -93,6 +101,7 @@ def prepare_decode_inputs_triton(
     block_size: int,
 ) -> None:
     """Fill the inputs of a decode batch; rows at or beyond B become inert (length 0, slot -1, null blocks)."""
+    pdl = has_pdl(input_ids)
     _decode_inputs_kernel[(input_ids.shape[0],)](
         input_ids,
         positions,
@@ -110,6 +119,8 @@ def prepare_decode_inputs_triton(
         out_table.shape[1],
         BLOCK_SIZE=block_size,
         BLOCK=_BLOCK,
+        PDL=pdl,
+        launch_pdl=pdl,
     )
 
 
@@ -167,6 +178,6 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             kernel=_decode_inputs_kernel,
             signature=signature | {"last_sampled_tokens_ptr": "*i64"} | numbers,
-            constexprs={"BLOCK_SIZE": 16, "BLOCK": _BLOCK},
+            constexprs={"BLOCK_SIZE": 16, "BLOCK": _BLOCK, "PDL": True},
         )
     ]

@@ -9,9 +9,6 @@ from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.aot_case import AotCase
 
 _BLOCK = 1024
-_PACKED_BLOCK = 128
-# programs of a packed write, however many runs there are
-_PACKED_PROGRAMS = 64
 
 
 @triton.jit(do_not_specialize=["row_len"])
@@ -103,67 +100,23 @@ def _check(dst: torch.Tensor, contents: torch.Tensor) -> None:
 apply_staged_writes = dispatch(apply_staged_writes_triton, apply_staged_writes_torch)
 
 
-@triton.jit
-def _packed_write_kernel(dst_ptr, dst_len, num_runs_ptr, runs_ptr, BLOCK: tl.constexpr):
-    num_runs = tl.load(num_runs_ptr)
-    for run in range(tl.program_id(0), num_runs, tl.num_programs(0)):
-        start = tl.load(runs_ptr + run)
-        first = tl.load(runs_ptr + num_runs + run)
-        length = tl.load(runs_ptr + num_runs + run + 1) - first
-        contents_ptr = runs_ptr + 2 * num_runs + 1 + first
-        for base in range(0, length, BLOCK):
-            offset = base + tl.arange(0, BLOCK)
-            mask = (offset < length) & (start + offset < dst_len)
-            tl.store(dst_ptr + start + offset, tl.load(contents_ptr + offset, mask=mask), mask=mask)
-
-
-def apply_packed_writes_triton(
+def apply_runs_torch(
     # [W], any dtype of 32 bits
     dst: torch.Tensor,
-    # [1] int32, on the device
-    num_runs: torch.Tensor,
+    num_runs: int,
     # int32: starts [n] | cu_lens [n + 1] | contents [cu_lens[n]]
     runs: torch.Tensor,
 ) -> None:
-    """Write ``dst[starts[i] + j] = contents[cu_lens[i] + j]`` for each of the n runs that the device knows of.
-
-    The grid is fixed and n is read on the device, so that a graph holds one launch for any number of runs.
-    Runs must not overlap; entries past the end of `dst` are dropped.
-    """
-    _packed_write_kernel[(_PACKED_PROGRAMS,)](
-        dst, dst.shape[0], num_runs, runs, BLOCK=_PACKED_BLOCK, num_warps=_PACKED_BLOCK // 32
-    )
-
-
-def apply_packed_writes_torch(
-    # [W], any dtype of 32 bits
-    dst: torch.Tensor,
-    # [1] int32, on the device
-    num_runs: torch.Tensor,
-    # int32: starts [n] | cu_lens [n + 1] | contents [cu_lens[n]]
-    runs: torch.Tensor,
-) -> None:
-    """Torch reference of `apply_packed_writes`."""
-    n = int(num_runs)
+    """Write ``dst[starts[i] + j] = contents[cu_lens[i] + j]`` for each of the n runs, packed one behind the other."""
+    n = num_runs
     starts, cu_lens, contents = runs[:n], runs[n : 2 * n + 1], runs[2 * n + 1 :]
     rows = torch.zeros_like(starts)
     apply_staged_writes_torch(dst.view(1, -1), rows, starts, cu_lens, contents, max_len=0)
 
 
-apply_packed_writes = dispatch(apply_packed_writes_triton, apply_packed_writes_torch)
-
-
 def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
-    packed = {"dst_ptr": "*i32", "dst_len": "i32", "num_runs_ptr": "*i32", "runs_ptr": "*i32"}
     return [
-        AotCase(
-            kernel=_packed_write_kernel,
-            signature=packed,
-            constexprs={"BLOCK": _PACKED_BLOCK},
-            num_warps=_PACKED_BLOCK // 32,
-        )
-    ] + [
         AotCase(
             kernel=_staged_write_kernel,
             signature={

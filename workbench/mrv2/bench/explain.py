@@ -38,7 +38,7 @@ from mrv2_models.layers import VocabEmbedding
 
 KIND = "mrv2-explain"
 # methods of modules that launch kernels
-_METHODS = ("forward", "add", "of_sum", "attend", "project", "rotate")
+_METHODS = ("forward", "add", "of_sum", "attend", "project", "rotate", "normed")
 _PART = "part: "
 # keys and values are read by what is left of the attention module when its products are taken out
 _ATTENTION = "attention"
@@ -153,9 +153,9 @@ def labelled(model: CausalLM) -> Iterator[dict[str, PartSize]]:
             method = getattr(module, name, None)
             if method is None:
                 continue
-            label = part if name in ("forward", "add", "of_sum", "attend") else f"{part}.{name}"
+            label = part if name in ("forward", "add", "of_sum", "attend", "normed") else f"{part}.{name}"
             # rows of an embedding are looked up, the matrix is not read through
-            read = [] if isinstance(module, VocabEmbedding) and name == "forward" else own
+            read = [] if isinstance(module, VocabEmbedding) and name != "project" else own
             size = sizes.setdefault(label, PartSize())
             module.__dict__[name] = _with_range(method, label, size, id(module), read)
             wrapped.append((module, name))

@@ -21,7 +21,8 @@ UPLOAD = "upload"
 STAGED_WRITES = "staged_writes"
 GATHER_BLOCK_TABLES = "gather_block_tables"
 PREPARE_INPUTS = "prepare_inputs"
-# staged_writes to post_update of a decode batch, in one graph; what happens inside is not collected
+# upload (staged writes are part of it) to post_update of a decode batch, in one graph; what happens inside is not
+# collected
 STEP_GRAPH = "step_graph"
 FORWARD = "forward"
 LOGITS = "logits"

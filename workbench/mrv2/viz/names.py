@@ -28,7 +28,7 @@ _KERNEL_HUES = (
     (
         "prepare",
         r"gather|slot_map|prepare|decode_inputs|pos_seq|combine|post_update|commit|staged|(apply|packed)_write|num_sampled"
-        r"|scatter|index|arange|longest_first",
+        r"|scatter|index|arange|longest_first|fetch_step",
     ),
     ("forward", r"gemm|nvjet|cutlass|cublas|matmul|splitk|norm|silu|gelu|mul|linear|fused|triton_|elementwise|embed"),
 )

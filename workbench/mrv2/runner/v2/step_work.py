@@ -1,7 +1,9 @@
 """Device code of a whole step, as a graph holds it; reads and writes nothing but what it was handed.
 
-    plain     upload, staged writes, inputs, forward, logits, draw, commit
-    drafted   upload, staged writes, inputs, forward, logits, draws and verification, commit, drafts of the next step
+    plain     upload, inputs, forward, logits, draw, commit
+    drafted   upload, inputs, forward, logits, draws and verification, commit, drafts of the next step
+
+An upload applies its staged writes itself.
 
 Legend: R = rows, W = 1 + most drafts of a request, S = output slots; B_pad requests of up to 1 + K tokens each.
 """
@@ -23,8 +25,7 @@ from mrv2_kernels.inputs.commit import commit_decode
 from mrv2_kernels.inputs.commit_verified import commit_verified
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.inputs.verification import prepare_verification_inputs
-from mrv2_kernels.state.mailbox import fetch_words
-from mrv2_kernels.state.staged_write import apply_packed_writes
+from mrv2_kernels.state.mailbox import fetch_step
 from mrv2_models.model_state import ForwardBatch
 
 
@@ -47,7 +48,7 @@ class StepTensors(NamedTuple):
     output_slot: torch.Tensor
     # [R] int32, of the upload: 1 for a request, 0 for padding
     yields: torch.Tensor
-    # int32: see `apply_packed_writes`
+    # int32: see `fetch_step`
     runs: torch.Tensor
     # [R] int32: a decode has no drafts
     no_drafts_before: torch.Tensor
@@ -83,9 +84,7 @@ class PlainStep(NamedTuple):
         model, model_state = t.forward.model, t.forward.model_state
         num_rows = batch.input_ids.shape[0]
         with captured_stage(stages.UPLOAD):
-            fetch_words(t.words, t.mailbox, t.turn, used_at=t.used_at)
-        with captured_stage(stages.STAGED_WRITES):
-            apply_packed_writes(arena.words.view(-1), t.num_runs, t.runs)
+            _upload(t)
         with captured_stage(stages.PREPARE_INPUTS):
             prepare_decode_inputs(
                 batch.input_ids,
@@ -140,9 +139,7 @@ class DraftedStep(NamedTuple):
         num_tokens, num_reqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
         logit_slots, places = t.logit_slots[:num_tokens], t.local_positions[:num_tokens]
         with captured_stage(stages.UPLOAD):
-            fetch_words(t.words, t.mailbox, t.turn, used_at=t.used_at)
-        with captured_stage(stages.STAGED_WRITES):
-            apply_packed_writes(arena.words.view(-1), t.num_runs, t.runs)
+            _upload(t)
         with captured_stage(stages.PREPARE_INPUTS):
             prepare_verification_inputs(
                 batch.input_ids,
@@ -215,6 +212,12 @@ class DraftedStep(NamedTuple):
                 num_rejected,
             )
             t.forward.model_state.postprocess_state(batch, num_emitted)
+
+
+def _upload(t: StepTensors) -> None:
+    """Read what the step is told, and apply the writes that are part of it."""
+    words = t.state.arena.words.view(-1)
+    fetch_step(t.words, t.mailbox, t.turn, words, t.num_runs, t.runs, used_at=t.used_at)
 
 
 def _commit_draws(t: StepTensors, batch: ForwardBatch) -> None:
