@@ -159,6 +159,7 @@ def test_the_reference_and_the_library_are_the_product() -> None:
         (LinearPlan("ring", 64, 64, stages=16), (64, 151936, 1024), None),
         (LinearPlan("ring", 8, 128, num_warps=8, stages=16), (8, 151936, 1024), None),
         (LinearPlan("ring", 8, 64, stages=16), (9, 151936, 1024), "9 rows: 8 at most"),
+        (LinearPlan("ring", 8, 64, stages=16), (8, 1024, 1040), "1040 inputs: 1024 at most"),
         (LinearPlan("ring", 8, 64, stages=4), (8, 151936, 1024), "a ring has 5 at least"),
         (LinearPlan("ring", 128, 64, stages=16), (8, 151936, 1024), "128 rows of 1024 inputs: a ring has 5 at least"),
         (LinearPlan("ring", 8, 64, num_warps=8, stages=16), (8, 151936, 1024), "64 x 4 or 128 x 8"),

@@ -31,8 +31,8 @@ from mrv2_kernels.gemm.plan import LinearPlan
 BLOCK_K = 128
 # what a program may have on Hopper and Blackwell, less what the compiler takes
 _SHARED_BYTES = 226 << 10
-# fewer hide no latency, and the assembler of CUDA 12.8 dies of them
-_MIN_STAGES = 5
+# fewer hide no latency, and the assembler of CUDA 12.8 dies of them, as it does of more blocks of inputs
+_MIN_STAGES, _MAX_CHUNKS = 5, 8
 
 
 @gluon.jit
@@ -172,6 +172,8 @@ def why_not_ring(
         return f"{plan.splits} splits: whole sums only"
     if num_rows > plan.block_m:
         return f"{num_rows} rows: {plan.block_m} at most"
+    if num_inputs > _MAX_CHUNKS * BLOCK_K:
+        return f"{num_inputs} inputs: {_MAX_CHUNKS * BLOCK_K} at most"
     if ring_stages(plan, num_inputs) < _MIN_STAGES:
         return (
             f"{plan.stages} blocks beside {plan.block_m} rows of {num_inputs} inputs: a ring has {_MIN_STAGES} at least"
