@@ -34,8 +34,8 @@ of context: 505, 615, 914 and 1,414 us before; x in one copy and sums stored dir
 Tried, no help: 128 outputs a program, weights through a ring as well and the rest of them ordered into the second
 cache, at 32 to 256 rows, where x is read half as often (at best 0.5 % at 192 rows, 2 to 11 % more elsewhere); qkv in
 two splits that attention adds (2 to 14 % more at 1 to 64 rows, at 128 the same); one copy of x at 32 rows (2 % more,
-at 64 the same); sums stored directly at 128 to 256 rows (2 % more); a norm of one row that each warp computes whole (505
-against 458); more held blocks than fit (658 at 1 row).
+at 64 the same); sums stored directly at 128 to 256 rows (2 % more); a norm of one row that each warp computes whole
+(505 against 458); more held blocks than fit (658 at 1 row).
 """
 
 from __future__ import annotations
