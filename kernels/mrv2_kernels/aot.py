@@ -109,6 +109,8 @@ def why_too_large(case: AotCase, compiled: Any) -> str | None:
     """Return why a compiled case cannot be launched or is slower than its kernel relies on, or None."""
     if compiled.metadata.shared > MAX_SHARED_BYTES:
         return f"{compiled.metadata.shared} bytes of shared memory, a program has {MAX_SHARED_BYTES}"
+    if compiled.metadata.shared and not case.may_share:
+        return f"{compiled.metadata.shared} bytes of shared memory, where warps should not wait for each other"
     spilled = 0 if case.may_spill else stack_bytes(compiled)
     return f"a thread spills {spilled} bytes of registers" if spilled else None
 

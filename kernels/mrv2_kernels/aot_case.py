@@ -15,7 +15,8 @@ class AotCase:
     `aligned` names run-time parameters that are multiples of 16, as a launch would find out by itself;
     asynchronous copies of 16 bytes need to know.
     `archs` names the compute capabilities that it is for, 90 = sm_90; None = all.
-    `may_spill` = False asks that all registers of a thread fit; only cases of kernels that rely on it say so.
+    `may_spill` = False asks that all registers of a thread fit, `may_share` = False that nothing pass from warp to warp
+    through shared memory; only cases of kernels that rely on it say so.
     """
 
     kernel: Any
@@ -27,3 +28,4 @@ class AotCase:
     aligned: frozenset[str] = frozenset()
     archs: tuple[int, ...] | None = None
     may_spill: bool = True
+    may_share: bool = True

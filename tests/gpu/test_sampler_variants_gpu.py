@@ -107,19 +107,35 @@ def test_any_number_of_rows(num_rows):
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-@pytest.mark.parametrize("variant", ["gumbel_fused", "gumbel_blocked"])
-def test_a_row_is_drawn_alike_in_any_batch(variant, truncated):
+@pytest.mark.parametrize(
+    ("variant", "dtype", "vocab"),
+    [
+        ("gumbel_fused", torch.bfloat16, 151_936),
+        ("gumbel_blocked", torch.bfloat16, 151_936),
+        ("gumbel_blocked", torch.bfloat16, 49_152),
+        ("gumbel_blocked", torch.bfloat16, 151_937),
+        ("gumbel_blocked", torch.float16, 151_936),
+        ("gumbel_blocked", torch.float32, 151_936),
+    ],
+)
+def test_a_row_is_drawn_alike_in_any_batch(variant, dtype, vocab, truncated):
     """Launches are chosen by the number of rows; they are no part of what is drawn."""
-    logits = make_logits(300, 151_936, torch.bfloat16)
+    logits = make_logits(300, vocab, dtype)
     drawn = [Batch(n).draw(variant, logits[:n], truncated=truncated) for n in (300, 256, 64, 32, 3, 1)]
     for tokens in drawn[1:]:
         assert torch.equal(tokens, drawn[0][: len(tokens)])
 
 
-def test_the_blocked_kernel_draws_what_its_reference_draws():
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_blocked_kernel_draws_what_its_reference_draws(dtype, vocab, is_padded):
     from mrv2_kernels.sampling.gumbel_blocked import gumbel_blocked_sample
 
-    logits, batch = make_logits(96, 151_937, torch.bfloat16), Batch(96)
+    logits, batch = make_logits(96, vocab, dtype), Batch(96)
+    if not is_padded:
+        # rows of an odd vocabulary start anywhere
+        logits = logits.contiguous()
     args = (batch.slots, batch.positions, batch.temperature, batch.seeds)
     results = []
     for twin in (gumbel_blocked_sample.triton, gumbel_blocked_sample.torch):

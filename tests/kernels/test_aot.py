@@ -12,6 +12,7 @@ import pytest
 from mrv2_kernels import aot
 from mrv2_kernels.aot import ARCHS, MAX_SHARED_BYTES, all_cases, declared_kernels, kernel_name, why_too_large
 from mrv2_kernels.aot_case import AotCase
+from mrv2_kernels.sampling import gumbel_blocked
 
 CASES = all_cases()
 CASED = sorted({kernel_name(case.kernel) for case in CASES})
@@ -61,6 +62,18 @@ def test_a_check_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
         assert why_too_large(lax, fits) is None
         assert (why_too_large(strict, fits) is None) == (spilled == 0)
         assert "232449 bytes of shared memory" in (why_too_large(lax, exceeds) or "")
+
+
+def test_a_check_refuses_shared_memory_where_a_case_does() -> None:
+    """Sums of the blocked sampler are a warp's own in each of its forms."""
+    uses, lacks = (SimpleNamespace(metadata=SimpleNamespace(shared=size)) for size in (64, 0))
+    strict = AotCase(None, {}, {}, may_share=False)
+    assert "64 bytes of shared memory" in (why_too_large(strict, uses) or "")
+    assert why_too_large(strict, lacks) is None and why_too_large(AotCase(None, {}, {}), uses) is None
+    sums = [case for case in CASES if case.kernel is gumbel_blocked._sum_kernel]
+    forms = {(case.signature["logits_ptr"], case.constexprs["INNER"], case.constexprs["IN_PAIRS"]) for case in sums}
+    assert {("*bf16", 4, True), ("*bf16", 8, False), ("*bf16", 1, False), ("*fp32", 4, False)} <= forms
+    assert not any(case.may_share for case in sums)
 
 
 def test_the_tool_that_reads_a_kernels_stack_finds_what_it_spills(tmp_path) -> None:

@@ -45,12 +45,12 @@ LAUNCHES = {
     "one": (FusedLaunch(block=64, step=32), BlockedLaunch(), TruncatedLaunch(repeats=2, collect=64)),
     "two": (
         FusedLaunch(block=32, step=32, span=3, is_split=True),
-        BlockedLaunch(span=3, is_split=True),
+        BlockedLaunch(span=3, pick_warps=4),
         TruncatedLaunch(repeats=2, collect=64, is_split=True),
     ),
     "few": (
         FusedLaunch(block=16, step=8, span=5),
-        BlockedLaunch(span=2, is_split=True, pick_warps=1),
+        BlockedLaunch(span=2, pick_warps=1),
         TruncatedLaunch(repeats=3, collect=128, is_split=True, draw_warps=1),
     ),
 }
@@ -61,7 +61,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     """Many blocks, chunks and groups in a row of a few hundred tokens, and little room for candidates."""
     for module, sizes in (
         (gumbel_fused, {"_TAKEN_ROWS": 4, "FUSED": ((1, request.param[0]),)}),
-        (gumbel_blocked, {"_BLOCK": 64, "_STEP": 32, "BLOCKED": ((1, request.param[1]),)}),
+        (gumbel_blocked, {"_BLOCK": 64, "_NUM_WARPS": 2, "BLOCKED": ((1, request.param[1]),)}),
         (gumbel_truncated, {"_LANES": 8, "_HOT": 16, "_FEW": 32, "TRUNCATED": ((1, request.param[2]),)}),
         (gumbel_wide, {"_BLOCK": 64, "_FEW": 32}),
     ):
@@ -69,8 +69,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
             monkeypatch.setattr(module, name, size)
 
 
-def make_logits(kind: str, num_rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a [num_rows, vocab] view of a wider buffer; the padding is NaN."""
+def make_logits(
+    kind: str, num_rows: int, vocab: int, dtype: torch.dtype, *, width: int | None = None, begin: int = 0
+) -> torch.Tensor:
+    """Return a [num_rows, vocab] view, from `begin` on, of a wider buffer; the padding is NaN."""
     generator = torch.Generator().manual_seed(num_rows * vocab)
     logits = 2 * torch.randn(num_rows, vocab, generator=generator)
     if kind == "ties":
@@ -80,9 +82,10 @@ def make_logits(kind: str, num_rows: int, vocab: int, dtype: torch.dtype) -> tor
     elif kind == "masked":
         logits = logits.masked_fill(torch.rand(num_rows, vocab, generator=generator) < 0.95, -INF)
         logits[:, vocab // 2] = 1.0
-    buffer = torch.full((num_rows, vocab + 3), NAN, dtype=dtype)
-    buffer[:, :vocab] = logits
-    return buffer[:, :vocab]
+    buffer = torch.full((num_rows, width or vocab + 3), NAN, dtype=dtype)
+    view = buffer[:, begin : begin + vocab]
+    view.copy_(logits)
+    return view
 
 
 def drawn(
@@ -148,13 +151,64 @@ def test_the_fused_kernels_draw_what_the_reference_draws(dtype, vocab, kind):
         assert kernel == reference
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "random"), (torch.float16, "masked")])
+# (vocabulary, width, first column) of logits; pairs of bfloat16, 16 bytes a lane, and one entry after another
+LAYOUTS = {
+    "pairs": (208, 224, 0),
+    "aligned": (203, 208, 0),
+    "odd rows": (203, 203, 0),
+    "even rows": (202, 204, 0),
+    "odd start": (192, 208, 1),
+    "later start": (192, 208, 8),
+}
+
+
+def blocked_logits(kind: str, num_rows: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    vocab, width, begin = LAYOUTS[layout]
+    return make_logits(kind, num_rows, vocab, dtype, width=width, begin=begin)
+
+
+@pytest.mark.parametrize("small_blocks", [LAUNCHES["two"]], indirect=True, ids=["two"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "random"), (torch.float16, "masked"), (torch.bfloat16, "random")]
+)
 @pytest.mark.usefixtures("small_blocks")
-def test_the_blocked_kernel_draws_what_its_reference_draws(dtype, kind):
-    logits = make_logits(kind, NUM_SLOTS, 203, dtype)
+def test_the_blocked_kernel_draws_what_its_reference_draws(dtype, layout, kind):
+    logits = blocked_logits(kind, NUM_SLOTS, dtype, layout)
     for truncation in (None, TRUNCATION):
         kernel, reference = both_twins(gumbel_blocked_sample, logits, list(range(NUM_SLOTS)), truncation)
         assert kernel == reference
+
+
+def test_lanes_read_sixteen_bytes_wherever_all_rows_allow_it():
+    """How a block lies over lanes hangs on the tensor's layout, never on its number of rows."""
+    expected = {
+        torch.float32: {"pairs": (4, False), "aligned": (4, False), "later start": (4, False)},
+        torch.float16: {"pairs": (8, False), "aligned": (8, False), "later start": (8, False)},
+        torch.bfloat16: {"pairs": (4, True), "aligned": (8, False), "later start": (4, True)},
+    }
+    for dtype, wide in expected.items():
+        for layout in LAYOUTS:
+            for num_rows in (1, 7):
+                tile = gumbel_blocked._tile(blocked_logits("random", num_rows, dtype, layout))
+                assert (tile["INNER"], tile["IN_PAIRS"]) == wide.get(layout, (1, False)), (dtype, layout)
+                # a lane's share of a block is whole
+                assert 1024 // (2 if tile["IN_PAIRS"] else 1) % (tile["LANES"] * tile["INNER"]) == 0
+                assert tile["LANES"] == 32
+
+
+@pytest.mark.parametrize("layout", ["pairs", "odd rows"])
+def test_launches_are_no_part_of_a_blocked_draw(layout, monkeypatch):
+    """Any share of blocks a warp and any number of warps, those of every batch among them: the same tokens."""
+    monkeypatch.setattr(gumbel_blocked, "_BLOCK", 16)
+    logits, slots = blocked_logits("random", 5, torch.bfloat16, layout), [1, 0, 3, 4, 1]
+    forms = [(launch, gumbel_blocked._NUM_WARPS) for _, launch in BLOCKED]
+    forms += [(BlockedLaunch(1), 1), (BlockedLaunch(2), 2), (BlockedLaunch(3), 4), (BlockedLaunch(5, pick_warps=2), 1)]
+    for launch, warps in forms:
+        monkeypatch.setattr(gumbel_blocked, "_NUM_WARPS", warps)
+        monkeypatch.setattr(gumbel_blocked, "BLOCKED", ((1, launch),))
+        kernel, reference = both_twins(gumbel_blocked_sample, logits, slots, None)
+        assert kernel == reference, (launch, warps)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -248,18 +302,29 @@ def test_kernels_say_which_rows_cannot_be_sampled(op):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("op", [gumbel_fused_sample, gumbel_blocked_sample])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_rows_take_the_lowest_id_of_the_maximum_wherever_it_lies(op, dtype):
+@pytest.mark.parametrize(
+    ("op", "dtype", "layout"),
+    [
+        (gumbel_fused_sample, torch.float32, "even rows"),
+        (gumbel_fused_sample, torch.bfloat16, "odd rows"),
+        (gumbel_blocked_sample, torch.float32, "odd rows"),
+        (gumbel_blocked_sample, torch.bfloat16, "odd rows"),
+        (gumbel_blocked_sample, torch.bfloat16, "pairs"),
+    ],
+)
+def test_greedy_rows_take_the_lowest_id_of_the_maximum_wherever_it_lies(op, dtype, layout):
     """Ties within a block, across blocks and across programs; NaN wins from any place, beyond the vocabulary none."""
     generator = torch.Generator().manual_seed(8)
-    logits = make_logits("ties", 40, 203, dtype)
+    logits = blocked_logits("ties", 40, dtype, layout)
+    vocab = logits.shape[1]
     logits[8:20] = logits[8:20].clamp(max=1.0)
     logits[20:28] = -INF
-    logits[20:28].scatter_(1, torch.randint(203, (8, 2), generator=generator), -7.0)
+    logits[20:28].scatter_(1, torch.randint(vocab, (8, 2), generator=generator), -7.0)
+    logits[27, : vocab - 5] = -INF
+    logits[27, vocab - 5 :] = -7.0
     logits[28:34, 31] = INF
     expected = [row.index(max(row)) for row in logits.tolist()]
-    logits[34:40].scatter_(1, torch.randint(203, (6, 1), generator=generator), NAN)
+    logits[34:40].scatter_(1, torch.randint(vocab, (6, 1), generator=generator), NAN)
     expected[34:40] = [-1] * 6
     assert len({token // 64 for token in expected}) > 3
     for truncation in (None, TRUNCATION):
@@ -271,9 +336,46 @@ def test_greedy_rows_take_the_lowest_id_of_the_maximum_wherever_it_lies(op, dtyp
 @pytest.mark.parametrize("scale", [1e-30, 1e8, 3e31, 1e38])
 def test_extreme_logits_are_compared_exactly(scale):
     """Bounds that overflow, or that cannot tell scores apart, must not decide."""
-    logits = scale * make_logits("random", 6, 150, torch.float32)
-    kernel, reference = both_twins(gumbel_fused_sample, logits, [0, 1, 2, 3, 4, 5], None)
-    assert kernel == reference
+    for sign in (1, -1):
+        logits = sign * scale * make_logits("random", 6, 150, torch.float32)
+        for op in (gumbel_fused_sample, gumbel_blocked_sample):
+            kernel, reference = both_twins(op, logits, [0, 1, 2, 3, 4, 5], None)
+            assert kernel == reference
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_the_lowest_finite_logit_are_drawn(dtype):
+    """A mask of that number is finite: its multiples are not."""
+    logits = torch.full((4, 208), torch.finfo(dtype).min, dtype=dtype)
+    logits[1, 150] = -1e38
+    kernel, reference = both_twins(gumbel_blocked_sample, logits, [1, 1, 0, 1], None)
+    assert kernel == reference == [0, 150, 0, 0]
+
+
+@pytest.mark.parametrize("small_blocks", [LAUNCHES["two"]], indirect=True, ids=["two"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        (torch.float32, "odd rows"),
+        (torch.float16, "aligned"),
+        (torch.bfloat16, "aligned"),
+        (torch.bfloat16, "pairs"),
+    ],
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_nan_anywhere_in_a_random_row_is_seen(dtype, layout):
+    """Every place of a lane, a pair and a warp; and -inf everywhere but there is no NaN."""
+    vocab = LAYOUTS[layout][0]
+    places = [0, 1, 6, 7, 8, 63, 64, 127, 128, 191, vocab - 2, vocab - 1]
+    for slots in ([1] * len(places), [0] * len(places)):
+        logits = blocked_logits("random", len(places), dtype, layout)
+        logits[torch.arange(len(places)), places] = NAN
+        assert both_twins(gumbel_blocked_sample, logits, slots, None)[0] == [-1] * len(places)
+        logits.fill_(-INF)
+        assert both_twins(gumbel_blocked_sample, logits, slots, None)[0] == [-1] * len(places)
+        logits[torch.arange(len(places)), places] = -3.0
+        assert both_twins(gumbel_blocked_sample, logits, slots, None)[0] == places
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -69,7 +69,7 @@ def _exact_key(row_ptr, start, vocab, temperature, seed, position, BLOCK: tl.con
 
 @triton.jit
 def _bound_of(score):
-    """Return what a bound (see `block_key`) reaches if its token may reach `score`, roundings included."""
+    """Return what a bound (see `random_key`) reaches if its token may reach `score`, roundings included."""
     orders = score * 1.4426950408889634
     return (orders - 159.0 - (tl.abs(orders) + 400.0) * 9.5367431640625e-07) * 8388608.0
 
@@ -93,38 +93,13 @@ def _best_of_few(bound, score, first, row_ptr, start, temperature, seed, positio
 
 
 @triton.jit
-def block_key(
+def random_key(
     logits, row_ptr, start, vocab, temperature, seed, position, rival, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):
     """Return the key of the best token of ``[start, start + BLOCK)``, or 0 if it cannot reach the score `rival`.
 
-    `logits` [BLOCK] are the block's, -inf beyond the vocabulary.
+    `logits` [BLOCK] are the block's, -inf beyond the vocabulary; the temperature is not 0.
     """
-    if temperature == 0.0:
-        key = greedy_key(logits, start, rival, BLOCK)
-    else:
-        key = random_key(logits, row_ptr, start, vocab, temperature, seed, position, rival, BLOCK, STEP)
-    return key
-
-
-@triton.jit
-def greedy_key(logits, start, rival, BLOCK: tl.constexpr):
-    """Return what `block_key` does where the temperature is 0: a maximum, and a second look where it may win."""
-    logits = logits.to(tl.float32)
-    top = max_or_nan(logits)
-    key = tl.zeros([], tl.int64)
-    # NaN wins
-    if not (top < rival):
-        first = tl.min(tl.where(logits == top, tl.arange(0, BLOCK), BLOCK - 1), axis=0)
-        key = score_key(top, start + first)
-    return key
-
-
-@triton.jit
-def random_key(
-    logits, row_ptr, start, vocab, temperature, seed, position, rival, BLOCK: tl.constexpr, STEP: tl.constexpr
-):
-    """Return what `block_key` does where the temperature is not 0."""
     lane = tl.arange(0, BLOCK)
     # 2^23 (logits / T + g) / log(2) - 159 * 2^23, from above
     bound = logits.to(tl.float32) * (12102203.161561485 / temperature) - loose_log2_uniform(
@@ -154,14 +129,3 @@ def logits_before(row_ptr, start, end, BLOCK: tl.constexpr):
     """Load a block, -inf from `end` on; without a branch, so that nothing waits for it early. [BLOCK]"""
     token = start + tl.arange(0, BLOCK)
     return tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
-
-
-@triton.jit
-def block_logits(row_ptr, start, vocab, BLOCK: tl.constexpr):
-    """Load a block, -inf beyond the vocabulary. [BLOCK]"""
-    token = start + tl.arange(0, BLOCK)
-    if start + BLOCK <= vocab:
-        logits = tl.load(row_ptr + token)
-    else:
-        logits = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
-    return logits

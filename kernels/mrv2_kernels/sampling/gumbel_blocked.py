@@ -5,9 +5,8 @@ mass, and ``argmax(logits / T + g)`` inside it a token with its share of the blo
 the chain rule.  An element costs one exponential in place of a hash and two logarithms.
 
 The noise is a pure function of (seed, position, block) and (seed, position, token), so draws are as stateless
-as those of `gumbel_sample`, but they are other tokens.  In one launch the program that arrives last at a row draws;
-in two, programs that sum need no barrier of the whole device and fewer registers, and the second launch begins before
-the first has ended (`launches` decides by the batch).
+as those of `gumbel_sample`, but they are other tokens.  One launch sums, a second draws: no program waits for another,
+those that sum have few registers, and the second launch makes the blocks' noise while the first still sums.
 
 Rows with top-k, top-p or min-p go to `gumbel_truncated`, whose noise is the tokens' own.
 """
@@ -21,168 +20,94 @@ from mrv2_kernels._numerics import accumulator_dtype
 from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.sampling._block_draw import (
-    block_key,
-    block_logits,
-    greedy_key,
-    key_token,
-    logits_before,
-    max_or_nan,
-    score_key,
-)
-from mrv2_kernels.sampling._exp2 import flushed_exp2
-from mrv2_kernels.sampling.gumbel import check_logits, gumbel_sample, gumbel_score
+from mrv2_kernels.sampling._block_draw import key_token, score_key
+from mrv2_kernels.sampling._block_mass import entries_before, log_mass
+from mrv2_kernels.sampling.gumbel import check_logits, gumbel_sample
 from mrv2_kernels.sampling.gumbel_truncated import draw_truncated_rows
 from mrv2_kernels.sampling.launches import BLOCKED, launch_of
-from mrv2_kernels.sampling.noise import gumbel_noise_of_torch
+from mrv2_kernels.sampling.noise import exponential_fp32, gumbel_noise_of_torch
 from mrv2_kernels.sampling.truncation import Truncation, is_truncated
 from mrv2_kernels.sampling.workspace import DrawWorkspace
 
 # part of the definition: another size draws other tokens
 _BLOCK = 1024
-_STEP = 512
-# they order the sums of a block, so they must not hang on the batch
-_NUM_WARPS = 1
+# of a program that sums, each with a block of its own
+_NUM_WARPS = 4
 # block b's noise is that of token 2^24 + b, which no vocabulary has; the kernel spells the number out
 _FIRST_BLOCK = 1 << 24
 
 
 @triton.jit
-def _log_mass(logits, row_ptr, start, vocab, temperature, BLOCK: tl.constexpr):
-    """Return L_b, or the largest logit where the temperature is 0; NaN if the block holds one.
-
-    `logits` are -inf beyond the vocabulary.
-    """
-    if temperature == 0.0:
-        top = max_or_nan(logits.to(tl.float32))
-    else:
-        mass = tl.sum(flushed_exp2(logits.to(tl.float32) * (1.4426950408889634 / temperature)), axis=0)
-        top = tl.log2(mass) * 0.6931471805599453
-        # of a larger mass nothing was lost: no term overflowed, and what was flushed is below 2^12 * 2^-126
-        is_exact = (mass > 8.077935669463161e-28) & (mass < float("inf"))
-        if not (is_exact & (start + BLOCK <= vocab)):
-            top = _guarded_log_mass(block_logits(row_ptr, start, vocab, BLOCK), temperature)
-    return top
-
-
-@triton.jit
-def _guarded_log_mass(logits, temperature):
-    """Return L_b by exponentials relative to the largest logit; the temperature is not 0."""
-    logits = logits.to(tl.float32)
-    top = max_or_nan(logits)
-    if tl.abs(top) < float("inf"):
-        mass = tl.sum(flushed_exp2((logits - top) * (1.4426950408889634 / temperature)), axis=0)
-        top = tl.div_rn(top, temperature) + tl.log(mass)
-    return top
-
-
-@triton.jit
-def _draw_row(
-    row_ptr,
-    masses_ptr,
-    num_blocks,
-    vocab,
-    temperature,
-    seed,
-    position,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    IS_ALONE: tl.constexpr,
-):
-    """Return the token drawn from a row whose blocks' L_b are in memory; -1 = none.
-
-    A program that does nothing else (IS_ALONE) has registers for the exact scores of a whole block, which spares it
-    a bound and a second look.
-    """
-    entry = tl.arange(0, BLOCKS)
-    score = tl.load(masses_ptr + entry, mask=entry < num_blocks, other=float("-inf"), cache_modifier=".cg")
-    if temperature != 0.0:
-        score = gumbel_score(score, temperature, seed, position, 16777216 + entry, True)
-    best = max_or_nan(score)
-    drawn = tl.full([], -1, tl.int64)
-    if best > float("-inf"):
-        start = tl.min(tl.where(score == best, entry, BLOCKS), axis=0) * BLOCK
-        logits = block_logits(row_ptr, start, vocab, BLOCK)
-        if not IS_ALONE:
-            key = block_key(logits, row_ptr, start, vocab, temperature, seed, position, float("-inf"), BLOCK, STEP)
-        elif temperature == 0.0:
-            key = greedy_key(logits, start, float("-inf"), BLOCK)
-        else:
-            lane = tl.arange(0, BLOCK)
-            scores = gumbel_score(logits.to(tl.float32), temperature, seed, position, start + lane, False)
-            top = max_or_nan(scores)
-            key = score_key(top, start + tl.min(tl.where(scores == top, lane, BLOCK - 1), axis=0))
-        drawn = key_token(key)
-    return drawn
-
-
-@triton.jit
-def _blocked_kernel(
-    sampled_ptr,
-    sampled_stride,
+def _sum_kernel(
     logits_ptr,
     logits_stride,
     logit_slots_ptr,
-    positions_ptr,
     temperature_ptr,
-    seeds_ptr,
     min_p_ptr,
     top_k_ptr,
     top_p_ptr,
-    arrived_ptr,
     masses_ptr,
     vocab,
     num_blocks,
     TRUNCATED: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    INNER: tl.constexpr,
+    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store the L_b of SPAN blocks; unless IS_SPLIT, the program that arrives last at a row draws."""
+    """Store the L_b of SPAN blocks a warp; block b is the ``b // GROUPS``-th of program ``b % GROUPS``."""
     if PDL:
         # in this order: what the second launch reads before its own wait was written before this one ended
         gdc_wait()
         gdc_launch_dependents()
     # row by row: the ends of rows lie beside the reading of others
     row = (tl.program_id(0) // GROUPS).to(tl.int64)
-    first = tl.program_id(0) % GROUPS * SPAN
+    first = tl.program_id(0) % GROUPS
     row_ptr = logits_ptr + row * logits_stride
-    end = tl.minimum((first + SPAN) * BLOCK, vocab)
+    SIZE: tl.constexpr = BLOCK // 2 if IN_PAIRS else BLOCK
+    end = vocab
+    if IN_PAIRS:
+        row_ptr = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        end = vocab // 2
+    # [repeats * WARPS * LANES, INNER]: a warp has a block, a lane INNER entries side by side, again and again
+    place = tl.arange(0, SIZE * WARPS // INNER)
+    entry = (
+        INNER * (place % LANES) + SIZE * GROUPS * (place // LANES % WARPS) + LANES * INNER * (place // LANES // WARPS)
+    )
+    entry = entry[:, None] + tl.arange(0, INNER)[None, :]
     if not TRUNCATED:
         # on their way before the parameters, which hang on each other
-        ahead = logits_before(row_ptr, first * BLOCK, end, BLOCK)
+        ahead = entries_before(row_ptr, first * SIZE + entry, end, IN_PAIRS)
     slot = tl.load(logit_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
     is_plain = True
     if TRUNCATED:
         is_plain = not is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
     if is_plain:
+        thread = tl.arange(0, WARPS * LANES)
+        block = GROUPS * (thread // LANES)
         masses_ptr += row * num_blocks
-        last = first + SPAN
+        num_turns = 1
         if SPAN > 1:
-            last = tl.minimum(last, num_blocks)
+            num_turns = tl.minimum(tl.cdiv(num_blocks - first, GROUPS * WARPS), SPAN)
         if TRUNCATED:
-            ahead = logits_before(row_ptr, first * BLOCK, end, BLOCK)
-        for block in range(first, last):
-            logits = ahead
-            ahead = logits_before(row_ptr, (block + 1) * BLOCK, end, BLOCK)
-            log_mass = _log_mass(logits, row_ptr, block * BLOCK, vocab, temperature, BLOCK)
-            tl.store(masses_ptr + block, log_mass)
-        if not IS_SPLIT:
-            tl.debug_barrier()
-            if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == GROUPS - 1:
-                tl.store(arrived_ptr + row, 0)
-                seed = tl.load(seeds_ptr + slot)
-                position = tl.load(positions_ptr + row)
-                drawn = _draw_row(
-                    row_ptr, masses_ptr, num_blocks, vocab, temperature, seed, position, BLOCKS, BLOCK, STEP, False
-                )
-                tl.store(sampled_ptr + row * sampled_stride, drawn)
+            ahead = entries_before(row_ptr, first * SIZE + entry, end, IN_PAIRS)
+        for _ in range(num_turns):
+            entries = ahead
+            if SPAN > 1:
+                ahead = entries_before(row_ptr, (first + GROUPS * WARPS) * SIZE + entry, end, IN_PAIRS)
+            if IN_PAIRS:
+                if (first + GROUPS * (WARPS - 1) + 1) * BLOCK > vocab:
+                    # two of -inf
+                    entries = tl.where(first * SIZE + entry < end, entries, -8323200)
+            mass = log_mass(entries, temperature, IN_PAIRS, LANES, WARPS)
+            is_stored = (thread % LANES == 0) & (first + block < num_blocks)
+            tl.store(masses_ptr + first + block, mass, mask=is_stored)
+            first += GROUPS * WARPS
 
 
 @triton.jit
@@ -204,9 +129,9 @@ def _pick_kernel(
     TRUNCATED: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Draw a block of each row by the L_b in memory, then a token of that block."""
     if PDL:
         # whatever comes next may wait on the device as well
         gdc_launch_dependents()
@@ -219,15 +144,25 @@ def _pick_kernel(
     is_plain = True
     if TRUNCATED:
         is_plain = not is_truncated(min_p_ptr + slot, top_k_ptr + slot, top_p_ptr + slot, temperature, vocab)
+    entry = tl.arange(0, BLOCKS)
+    log_noise = tl.zeros([BLOCKS], tl.float32)
+    if is_plain & (temperature != 0.0):
+        log_noise = tl.log(exponential_fp32(seed, position, 16777216 + entry))
     if PDL:
         gdc_wait()
     if is_plain:
-        row_ptr = logits_ptr + row * logits_stride
-        masses_ptr += row * num_blocks
-        drawn = _draw_row(
-            row_ptr, masses_ptr, num_blocks, vocab, temperature, seed, position, BLOCKS, BLOCK, STEP, True
-        )
-        tl.store(sampled_ptr + row * sampled_stride, drawn)
+        mask = entry < num_blocks
+        mass = tl.load(masses_ptr + row * num_blocks + entry, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        key = tl.max(score_key(mass - log_noise, entry), axis=0)
+        block = key_token(key)
+        if block >= 0:
+            token = block.to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+            row_ptr = logits_ptr + row * logits_stride
+            score = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            if temperature != 0.0:
+                score = score * (1.0 / temperature) - tl.log(exponential_fp32(seed, position, token))
+            key = tl.max(score_key(score, token), axis=0)
+        tl.store(sampled_ptr + row * sampled_stride, key_token(key))
 
 
 def gumbel_blocked_sample_triton(
@@ -271,46 +206,56 @@ def gumbel_blocked_sample_triton(
     launch = launch_of(BLOCKED, num_rows)
     pdl = has_pdl(logits)
     num_blocks = cdiv(vocab, _BLOCK)
-    num_groups = cdiv(num_blocks, launch.span)
+    num_groups = cdiv(num_blocks, _NUM_WARPS * launch.span)
     masses = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
-    where = (sampled, sampled.stride(0), logits, logits.stride(0), logit_slots, positions, temperature, seeds)
-    constants = {
-        "TRUNCATED": truncation is not None,
-        "BLOCKS": next_power_of_2(num_blocks),
-        "BLOCK": _BLOCK,
-        "STEP": _STEP,
-    }
-    _blocked_kernel[(num_rows * num_groups,)](
-        *where,
-        min_p,
-        top_k,
-        top_p,
-        workspace.arrived,
-        masses,
-        vocab,
-        num_blocks,
-        **constants,
-        IS_SPLIT=launch.is_split,
+    parameters = (min_p, top_k, top_p, masses, vocab, num_blocks)
+    _sum_kernel[(num_rows * num_groups,)](
+        logits,
+        logits.stride(0),
+        logit_slots,
+        temperature,
+        *parameters,
+        TRUNCATED=truncation is not None,
+        **_tile(logits),
         SPAN=launch.span,
         GROUPS=num_groups,
+        BLOCK=_BLOCK,
         PDL=pdl,
         num_warps=_NUM_WARPS,
         launch_pdl=pdl,
     )
-    if launch.is_split:
-        _pick_kernel[(num_rows,)](
-            *where,
-            min_p,
-            top_k,
-            top_p,
-            masses,
-            vocab,
-            num_blocks,
-            **constants,
-            PDL=pdl,
-            num_warps=launch.pick_warps,
-            launch_pdl=pdl,
-        )
+    _pick_kernel[(num_rows,)](
+        sampled,
+        sampled.stride(0),
+        logits,
+        logits.stride(0),
+        logit_slots,
+        positions,
+        temperature,
+        seeds,
+        *parameters,
+        TRUNCATED=truncation is not None,
+        BLOCKS=next_power_of_2(num_blocks),
+        BLOCK=_BLOCK,
+        PDL=pdl,
+        num_warps=launch.pick_warps,
+        launch_pdl=pdl,
+    )
+
+
+def _tile(logits: torch.Tensor) -> dict[str, int]:
+    """Return how `_sum_kernel` lays a block over lanes: a part of a sum's order, so by the tensor, not by its rows."""
+    is_aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
+    # two bf16 in a word, whose larger ones are found two at once
+    in_pairs = is_aligned and logits.dtype == torch.bfloat16 and logits.shape[1] % 16 == 0
+    return _tile_of(4 if in_pairs else logits.dtype.itemsize, is_aligned=is_aligned, in_pairs=in_pairs)
+
+
+def _tile_of(itemsize: int, *, is_aligned: bool, in_pairs: bool) -> dict[str, int]:
+    """Return the constants of `_sum_kernel` for entries of `itemsize` bytes; lanes read 16 bytes where they may."""
+    inner = 16 // itemsize if is_aligned else 1
+    lanes = min(32, _BLOCK // (2 if in_pairs else 1) // inner)
+    return {"IN_PAIRS": in_pairs, "INNER": inner, "LANES": lanes, "WARPS": _NUM_WARPS}
 
 
 def gumbel_blocked_sample_torch(
@@ -383,54 +328,58 @@ gumbel_blocked_sample = dispatch(gumbel_blocked_sample_triton, gumbel_blocked_sa
 
 def aot_cases() -> list[AotCase]:
     """Return the specialisations that are compiled ahead of time."""
-    blocks = [
+    sums = [
         AotCase(
-            kernel=_blocked_kernel,
-            signature=_signature(dtype, arrived_ptr="*i32"),
+            kernel=_sum_kernel,
+            signature=_signature(dtype, of_sum=True),
             constexprs={
                 "TRUNCATED": truncated,
-                "IS_SPLIT": is_split,
+                **_tile_of(4 if in_pairs or dtype == "fp32" else 2, is_aligned=is_aligned, in_pairs=in_pairs),
                 "SPAN": span,
-                "GROUPS": cdiv(149, span),
-                "BLOCKS": 256,
+                "GROUPS": cdiv(149, _NUM_WARPS * span),
                 "BLOCK": _BLOCK,
-                "STEP": _STEP,
-                "PDL": is_split,
+                "PDL": True,
             },
             num_warps=_NUM_WARPS,
-            aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
+            aligned=frozenset({"logits_ptr", "logits_stride", "vocab"} if is_aligned else ()),
+            may_share=False,
         )
-        for dtype in ("bf16", "fp32")
-        for truncated, is_split, span in ((False, True, 1), (True, False, 2), (False, True, 10))
+        for dtype, is_aligned, in_pairs in (
+            ("bf16", True, True),
+            ("bf16", True, False),
+            ("bf16", False, False),
+            ("fp16", True, False),
+            ("fp32", True, False),
+            ("fp32", False, False),
+        )
+        for truncated, span in ((False, 1), (False, 2), (True, 1))
     ]
     picks = [
         AotCase(
             kernel=_pick_kernel,
-            signature=_signature(dtype),
-            constexprs={"TRUNCATED": True, "BLOCKS": 256, "BLOCK": _BLOCK, "STEP": _STEP, "PDL": True},
-            num_warps=4,
+            signature=_signature(dtype, of_sum=False),
+            constexprs={"TRUNCATED": truncated, "BLOCKS": 256, "BLOCK": _BLOCK, "PDL": True},
+            num_warps=launch_of(BLOCKED, 1).pick_warps,
             aligned=frozenset({"logits_ptr", "logits_stride", "vocab"}),
         )
         for dtype in ("bf16", "fp32")
+        for truncated in (False, True)
     ]
-    return blocks + picks
+    return sums + picks
 
 
-def _signature(dtype: str, **more: str) -> dict[str, str]:
-    return {
-        "sampled_ptr": "*i64",
-        "sampled_stride": "i32",
+def _signature(dtype: str, *, of_sum: bool) -> dict[str, str]:
+    rows = {
         "logits_ptr": f"*{dtype}",
         "logits_stride": "i32",
         "logit_slots_ptr": "*i32",
-        "positions_ptr": "*i32",
         "temperature_ptr": "*fp32",
-        "seeds_ptr": "*i64",
         "min_p_ptr": "*fp32",
         "top_k_ptr": "*i32",
         "top_p_ptr": "*fp32",
         "masses_ptr": "*fp32",
         "vocab": "i32",
         "num_blocks": "i32",
-        **more,
     }
+    drawn = {"sampled_ptr": "*i64", "sampled_stride": "i32", "positions_ptr": "*i32", "seeds_ptr": "*i64"}
+    return rows if of_sum else rows | drawn

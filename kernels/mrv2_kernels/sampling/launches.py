@@ -27,13 +27,12 @@ class FusedLaunch(NamedTuple):
 
 
 class BlockedLaunch(NamedTuple):
-    """Launch of `gumbel_blocked`; `num_warps` orders its sums, so it is no part of this."""
+    """Launches of `gumbel_blocked`; every one draws the same tokens."""
 
-    # blocks a program; the next one is fetched while one is summed
+    # blocks a warp; the next one is fetched while one is summed
     span: int = 1
-    # a second launch of `pick_warps` a row draws, else the program that arrives last at a row
-    is_split: bool = False
-    pick_warps: int = 4
+    # of a program of the second launch, which draws
+    pick_warps: int = 8
 
 
 class TruncatedLaunch(NamedTuple):
@@ -50,17 +49,16 @@ class TruncatedLaunch(NamedTuple):
 
 
 # measured on an H200 at 1, 32, 64 and 256 rows of 151,936 tokens in bf16 (traces/bench/h200-samplers-spans.json,
-# of TRUNCATED h200-sampler-tuning.json): the fastest there or within 7 % of it, of FUSED for rows of temperature 0 and
-# above alike
+# of TRUNCATED h200-sampler-tuning.json, of BLOCKED h200-sampler-tuning-2.json without 64): the fastest there or within
+# 7 % of it, of FUSED and BLOCKED for rows of temperature 0 and above alike
 FUSED: Table[FusedLaunch] = (
     (16, FusedLaunch(block=4096, num_warps=4)),
     (1 << 30, FusedLaunch(block=1024, num_warps=1, step=64, span=5, is_split=True)),
 )
 BLOCKED: Table[BlockedLaunch] = (
-    (16, BlockedLaunch(is_split=True)),
-    (32, BlockedLaunch(span=3, is_split=True)),
-    (128, BlockedLaunch(span=5, is_split=True)),
-    (1 << 30, BlockedLaunch(span=3, is_split=True)),
+    (16, BlockedLaunch()),
+    (128, BlockedLaunch(span=2)),
+    (1 << 30, BlockedLaunch()),
 )
 TRUNCATED: Table[TruncatedLaunch] = (
     (8, TruncatedLaunch(repeats=3, is_split=True, draw_warps=16)),

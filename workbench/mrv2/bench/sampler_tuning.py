@@ -89,28 +89,25 @@ def candidates() -> list[Candidate]:
         launch = FusedLaunch(block, num_warps, step, span, is_split)
         for case in ("plain", "greedy"):
             found.append(_candidate(case, "gumbel_fused", "gumbel_fused", FUSED=launch))
-    for block, num_warps, span, pick_warps in (
-        (4096, 2, 1, 8),
-        (4096, 4, 1, 8),
-        (4096, 4, 5, 8),
-        (2048, 2, 1, 8),
-        (2048, 2, 5, 8),
-        (2048, 1, 1, 4),
-        (2048, 1, 10, 8),
-        (1024, 1, 1, 4),
-        (1024, 1, 5, 4),
-        (1024, 1, 8, 4),
-        (1024, 1, 10, 2),
-        (1024, 1, 10, 4),
-        (1024, 1, 10, 8),
-        (1024, 1, 12, 4),
-        (1024, 1, 15, 4),
-        (512, 1, 1, 4),
-        (512, 1, 19, 4),
+    for num_warps, span, pick_warps in (
+        (4, 1, 4),
+        (4, 1, 8),
+        (4, 1, 16),
+        (4, 2, 4),
+        (4, 2, 8),
+        (4, 3, 8),
+        (4, 5, 8),
+        (2, 1, 8),
+        (2, 3, 8),
+        (1, 1, 8),
+        (1, 3, 8),
+        (8, 1, 8),
+        (8, 2, 8),
     ):
-        launch = BlockedLaunch(span, True, pick_warps)
-        sizes = {"_BLOCK": block, "_NUM_WARPS": num_warps}
-        found.append(_candidate("plain", "gumbel_blocked", "gumbel_blocked", **sizes, BLOCKED=launch))
+        launch = BlockedLaunch(span, pick_warps)
+        for case in ("plain", "greedy"):
+            candidate = _candidate(case, "gumbel_blocked", "gumbel_blocked", _NUM_WARPS=num_warps, BLOCKED=launch)
+            found.append(candidate)
     for repeats, num_warps, draw_warps, collect in (
         (8, 4, 8, 2048),
         (8, 4, 8, 4096),

@@ -35,6 +35,12 @@ are read once and hashed never: plain at N = 1, 32, 64 and 256 gumbel_fused 4.7,
 a row's mask made by many programs, top-k/p takes 2.3 (N = 1) to 1.4 (N = 256) times a plain draw of gumbel_two_pass,
 11 to 2.2 times before, and 1.6 to 1.25 times one of softmax_race, 3.1 to 1.7 before.
 
+With a warp a block and four warps a program in the first launch of gumbel_blocked, sums relative to the largest logit
+(no second look where a sum overflows) and noise of blocks that the second launch makes before it waits, by a script
+(h200-sampler-tuning-2.json; reads of 4.29 TB/s that day): plain at N = 1, 32 and 256 3.1, 6.5 and 24.4, which is 75 %
+of the read bandwidth at 256, greedy 2.4, 5.4 and 22.2.  The kernels before took 7.1 and 25.9 at 32 and 256 on that day,
+greedy 5.7 and 22.4.
+
 A bound takes the place of both logarithms of `gumbel_two_pass` in `gumbel_fused`; the hash is what remains, so it
 cannot come near memory without other noise.
 """
