@@ -40,7 +40,7 @@ def test_rates_shares_and_ratios_are_those_of_the_records() -> None:
     for first, cells in rows.items():
         name = first.split(":")[0]
         best = ours[name]["v2 async"]
-        assert best["tok_s_median"] == median(best["tok_s"]) and len(best["tok_s"]) == 3
+        assert best["tok_s_median"] == median(best["tok_s"]) and len(best["tok_s"]) >= 3
         assert (max(best["tok_s"]) - min(best["tok_s"])) / min(best["tok_s"]) < 0.02
         assert cells[3:5] == [f"{best['tok_s_median']:,.0f}", f"{best['roofline_share']:.0%}".replace("%", " %")]
         if name not in four:
