@@ -83,7 +83,7 @@ room = Exercise(
     check=lambda a: abs(a / (ceiling["a"] / ours["a"]) - 1) < 0.02,
     hints=["The ceiling over what was reached."],
     solution='answer = ceiling["a"] / ours["a"]',
-    refuses=[ours["a"] / ceiling["a"], ceiling["f"] / ours["f"]],
+    refuses=[ours["a"] / ceiling["a"], ceiling["a"] - ours["a"]],
 )
 room
 
