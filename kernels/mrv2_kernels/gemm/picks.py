@@ -6,8 +6,10 @@ of rows.  Numbers of rows between two that were measured take the greater one's 
 is the library's.
 
 The plans of the H200 are those of `mrv2 bench --gemms` (traces/bench/h200-gemms.json, h200-gemms-fp8.json), but for the
-``parts``: those of a script, chosen in forward passes with attention (h200-products-in-parts.json).  There 2 rows have
-the plans of 1, 4 rows those of 8, and 192 rows the tiles of 128, smaller ones for gate and up.
+``parts`` and the logits.  Those are of scripts: chosen in forward passes with attention (h200-products-in-parts.json,
+h200-forward-tuning-parts.json), where 2 rows have the plans of 1, 4 rows those of 8, and 192 rows the tiles of 128,
+smaller ones for gate and up; and behind a few layers (h200-logits.json), where 16 rows have the plan of 8 with a tile
+of their own.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import torch
 from mrv2_kernels._triton import cdiv
 
 Variant = Literal["library", "gemv", "streamed", "turned", "resident", "warpgroup", "ring"]
+# what a program may have on Hopper and Blackwell, less what the compiler takes
+SHARED_BYTES = 226 << 10
 # of 64 outputs and 128 inputs each, 32 registers of a thread
 MAX_HELD = 6
 VARIANTS: tuple[Variant, ...] = get_args(Variant)

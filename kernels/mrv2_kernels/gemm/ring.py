@@ -13,6 +13,12 @@ own, so that the slot may be filled anew.
 
 It computes the transpose, weight @ x.T, as `gemm.warpgroup` does: a warp group's instruction takes 64 outputs and as
 many rows as there are.  Each output is the same sum in the same order whatever the number of rows.
+
+Measured on an H200 by a script (traces/bench/h200-logits.json), 151,936 logits of 1,024 inputs and a greedy draw behind
+layers that start ahead, at 1, 8, 32 and 64 rows: 72.8, 76.6, 82.4 and 87.3 us with 8 blocks in flight, 79.7, 82.5, 85.5
+and 92.9 by the library, with the same bits; reading the weights takes 70.4.  Tried, no help: 16 blocks (the same), 6
+(94.8 at 1 row), 128 outputs a tile (the same), to start late (75.8 at 1 row), `gemm.warpgroup` (74.6, but 104.1 at 64),
+`gemm.streamed` (87.8) and `gemm.gemv` (75.6, with other bits).
 """
 
 from __future__ import annotations
@@ -25,12 +31,10 @@ from mrv2_kernels._gluon import ampere, blackwell, block_barrier, gl, gluon, hop
 from mrv2_kernels._triton import cdiv
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.gemm.plan import LinearPlan
+from mrv2_kernels.gemm.plan import SHARED_BYTES, LinearPlan
 
 # inputs of a block
 BLOCK_K = 128
-# what a program may have on Hopper and Blackwell, less what the compiler takes
-_SHARED_BYTES = 226 << 10
 # fewer hide no latency, and the assembler of CUDA 12.8 dies of them, as it does of more blocks of inputs
 _MIN_STAGES, _MAX_CHUNKS = 5, 8
 
@@ -154,7 +158,7 @@ def ring_stages(plan: LinearPlan, num_inputs: int) -> int:
     """Return the blocks of weights in flight: as many as the plan says and x leaves room for."""
     x_bytes = 2 * plan.block_m * cdiv(num_inputs, BLOCK_K) * BLOCK_K
     # a tile's outputs pass through shared memory too
-    room = _SHARED_BYTES - x_bytes - 2 * plan.block_m * plan.block_n
+    room = SHARED_BYTES - x_bytes - 2 * plan.block_m * plan.block_n
     return min(plan.stages, room // (2 * plan.block_n * BLOCK_K))
 
 

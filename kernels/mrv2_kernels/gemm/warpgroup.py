@@ -15,7 +15,7 @@ Outputs without gate are at most 4,096 here, of 64 a program, which leaves half 
 split them.  Partial sums stay in float32, one plane a split, and whoever reads the product adds them in their order:
 the norm behind it (`mrv2_kernels.layers.rms_norm`), which reads its input anyway, so nothing counts arrivals.  A gated
 program holds 32 rows of gate and 32 of up, and multiplies them at the end; on Hopper eight of gate lie beside eight of
-up, so that a thread has both of an output.  There few rows are stored as the instruction leaves them, 32 adjacent bytes
+up, so that a thread has both of an output.  There few rows are stored as the instruction leaves them, 16 adjacent bytes
 at least, without a detour through shared memory.
 
 Measured on an H200 by a script (traces/bench/h200-products-in-parts.json), the products of Qwen3-0.6B's 28 layers at 1,
@@ -49,12 +49,12 @@ from mrv2_kernels._triton import cdiv, next_power_of_2
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm._sources import normed_sums
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.gemm.plan import MAX_HELD, LinearPlan
+from mrv2_kernels.gemm.plan import MAX_HELD, SHARED_BYTES, LinearPlan
 
 # outputs of a program, which the instruction of a warp group fixes
 BLOCK_N = 64
-# what a program may have on Hopper and Blackwell, less what the compiler takes
-_SHARED_BYTES = 226 << 10
+# rows up to which a product is stored as the instruction leaves it
+_MOST_DIRECT = 64
 
 
 # a count of rows must neither become a constant nor make variants
@@ -259,7 +259,7 @@ def _blocks(plan: LinearPlan, num_inputs: int) -> tuple[int, int]:
     """
     block_k = _block_k(plan)
     chunks = cdiv(num_inputs, plan.splits * block_k)
-    room = (_SHARED_BYTES // (2 * block_k) - chunks * plan.block_n) // plan.block_m
+    room = (SHARED_BYTES // (2 * block_k) - chunks * plan.block_n) // plan.block_m
     return chunks, min(plan.stages, chunks, room)
 
 
@@ -374,7 +374,6 @@ def _launch(
     pdl = plan.ahead and has_pdl(x)
     width = plan.block_n // (2 if gated else 1)
     chunks, stages = _blocks(plan, num_inputs)
-    few = plan.block_m <= 64
     _warpgroup_linear_kernel[(cdiv(num_outputs, width), plan.splits, cdiv(num_rows, plan.block_m))](
         x,
         weight,
@@ -398,7 +397,7 @@ def _launch(
         TENSOR_MEMORY=tensor_memory,
         HELD=0 if tensor_memory else min(plan.held, chunks),
         AT_ONCE=_comes_at_once(plan, chunks, stages),
-        DIRECT=few and not tensor_memory,
+        DIRECT=plan.block_m <= _MOST_DIRECT and not tensor_memory,
         RELEASE_LATE=plan.release_late,
         PDL=pdl,
         num_warps=plan.num_warps,

@@ -18,7 +18,7 @@ from mrv2_kernels._dispatch import dispatch
 from mrv2_kernels._triton import next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
-from mrv2_kernels.layers.norm import rms_norm_torch
+from mrv2_kernels.layers.norm import normed_row, rms_norm_torch
 
 
 @triton.jit
@@ -46,8 +46,7 @@ def _embed_norm_kernel(
     vector = tl.load(table_ptr + token * hidden_size + cols, mask=mask, other=0.0)
     tl.store(x_ptr + row * hidden_size + cols, vector, mask=mask)
     x = vector.to(ACC)
-    inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / hidden_size + EPS)
-    out = x * inverse_rms * weight
+    out = normed_row(x, weight, hidden_size, EPS)
     tl.store(normed_ptr + row * hidden_size + cols, out.to(normed_ptr.dtype.element_ty), mask=mask)
 
 

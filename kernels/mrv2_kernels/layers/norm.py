@@ -23,6 +23,13 @@ from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 
 
 @triton.jit
+def normed_row(x, weight, hidden_size, EPS: tl.constexpr):
+    """Return the norm of a row whose elements from `hidden_size` on are zeros."""
+    inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / hidden_size + EPS)
+    return x * inverse_rms * weight
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -59,8 +66,7 @@ def _rms_norm_kernel(
         summed = (x + residual).to(summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + row * hidden_size + cols, summed, mask=mask)
         x = summed.to(ACC)
-    inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / hidden_size + EPS)
-    out = x * inverse_rms * weight
+    out = normed_row(x, weight, hidden_size, EPS)
     tl.store(out_ptr + row * hidden_size + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -159,4 +159,4 @@ class TokenLog:
 
 def by_row(columns: Sequence[np.ndarray]) -> list[list[int]]:
     """Return the tokens of each row of `columns`, [B] each; no list if there are no columns."""
-    return np.concatenate(columns).reshape(len(columns), -1).T.tolist() if columns else []
+    return np.stack(columns).T.tolist() if columns else []
