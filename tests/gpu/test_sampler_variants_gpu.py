@@ -126,6 +126,19 @@ def test_a_row_is_drawn_alike_in_any_batch(variant, dtype, vocab, truncated):
         assert torch.equal(tokens, drawn[0][: len(tokens)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_wide_row_is_drawn_alike_among_few_and_many(vocab, dtype):
+    """Few are drawn by the programs that left them over, many by another launch."""
+    logits, drawn = make_logits(96, vocab, dtype), []
+    for num_rows in (96, 64, 16, 2, 1):
+        batch = Batch(num_rows)
+        batch.slots = 9 + torch.arange(num_rows, dtype=torch.int32) % 2
+        drawn.append(batch.draw("gumbel_fused", logits[:num_rows], truncated=True).clone())
+        assert (drawn[-1] >= 0).all()
+        assert torch.equal(drawn[-1], drawn[0][:num_rows])
+
+
 @pytest.mark.parametrize("is_padded", [True, False])
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -53,6 +53,11 @@ LAUNCHES = {
         BlockedLaunch(span=2, pick_warps=1),
         TruncatedLaunch(repeats=3, collect=128, is_split=True, draw_warps=1),
     ),
+    "one program for the wide": (
+        FusedLaunch(block=16, step=8),
+        BlockedLaunch(pick_warps=1),
+        TruncatedLaunch(repeats=2, collect=64, is_split=True, draw_warps=1, draws_wide=True),
+    ),
 }
 
 

@@ -6,7 +6,8 @@ maxima (by the k-th largest one, of groups or of spans of groups, or by ``max + 
 groups that reach the bound, a few tens of them, ranks the logits found there each against each, and draws from what is
 kept (`_truncated_row`).
 
-A row whose kept tokens may not fit, such as a nucleus of thousands, is left to a second launch (`gumbel_wide`).
+A row whose kept tokens may not fit, such as a nucleus of thousands, is left over: the same program draws it in another
+way, or a last launch does (`gumbel_wide`; `launches` decides by the batch).
 Both draw what `Truncation.apply` and `gumbel_sample` draw.
 """
 
@@ -18,7 +19,13 @@ from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.sampling._truncated_row import chunk_maxima, draw_scanned_row, store_chunk
-from mrv2_kernels.sampling.gumbel_wide import draw_wide_rows
+from mrv2_kernels.sampling.gumbel_wide import (
+    MAX_PROGRAMS,
+    draw_wide_row,
+    draw_wide_rows,
+    wide_constants,
+    wide_memory,
+)
 from mrv2_kernels.sampling.launches import TRUNCATED, TruncatedLaunch, launch_of
 from mrv2_kernels.sampling.truncation import Truncation, is_truncated
 from mrv2_kernels.sampling.workspace import DrawWorkspace
@@ -131,8 +138,12 @@ def _draw_kernel(
     top_p_ptr,
     scratch_ptr,
     scratch_stride,
+    copy_ptr,
+    copy_stride,
+    lanes_ptr,
     vocab,
     num_chunks,
+    DRAWS_WIDE: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -142,9 +153,11 @@ def _draw_kernel(
     FEW: tl.constexpr,
     COLLECT: tl.constexpr,
     THREADS: tl.constexpr,
+    WIDE_FEW: tl.constexpr,
+    WIDE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Draw from one row whose chunks are scanned."""
+    """Draw from one row whose chunks are scanned; with DRAWS_WIDE no row is left over."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -181,6 +194,22 @@ def _draw_kernel(
             COLLECT,
             THREADS,
         )
+        if DRAWS_WIDE:
+            if drawn == -2:
+                drawn = draw_wide_row(
+                    logits_ptr + row * logits_stride,
+                    vocab,
+                    seed,
+                    position,
+                    temperature,
+                    min_p,
+                    top_k,
+                    top_p,
+                    copy_ptr + row * copy_stride,
+                    lanes_ptr + row * (3 * WIDE_BLOCK),
+                    WIDE_FEW,
+                    WIDE_BLOCK,
+                )
         tl.store(sampled_ptr + row * sampled_stride, drawn)
 
 
@@ -226,9 +255,26 @@ def draw_truncated_rows(
         launch_pdl=pdl,
     )
     if launch.is_split:
+        # memory of a row's own: no more rows than a launch for such rows has programs
+        draws_wide = launch.draws_wide and num_rows <= MAX_PROGRAMS
+        copy, lanes = wide_memory(num_rows, vocab, logits.device) if draws_wide else (scratch, scratch)
         _draw_kernel[(num_rows,)](
-            *where, *limits, *scanned, PDL=pdl, **constants, num_warps=launch.draw_warps, launch_pdl=pdl
+            *where,
+            *limits,
+            *scanned[:2],
+            copy,
+            copy.stride(0),
+            lanes,
+            *scanned[2:],
+            DRAWS_WIDE=draws_wide,
+            PDL=pdl,
+            **constants,
+            **wide_constants(),
+            num_warps=launch.draw_warps,
+            launch_pdl=pdl,
         )
+        if draws_wide:
+            return
     draw_wide_rows(logits, sampled, logit_slots, positions, temperature, seeds, truncation=truncation, pdl=pdl)
 
 
@@ -263,9 +309,9 @@ def _signature(dtype: str, **more: str) -> dict[str, str]:
         "top_p_ptr": "*fp32",
         "scratch_ptr": "*fp32",
         "scratch_stride": "i32",
+        **more,
         "vocab": "i32",
         "num_chunks": "i32",
-        **more,
     }
 
 
@@ -293,11 +339,17 @@ def aot_cases() -> list[AotCase]:
     draws = [
         AotCase(
             kernel=_draw_kernel,
-            signature=_signature(dtype),
-            constexprs={"PDL": True, **_constants(two, 32)},
+            signature=_signature(dtype, copy_ptr="*fp32", copy_stride="i32", lanes_ptr="*fp32"),
+            constexprs={
+                "DRAWS_WIDE": draws_wide,
+                "PDL": True,
+                **_constants(two, 32),
+                **wide_constants(),
+            },
             num_warps=two.draw_warps,
             aligned=aligned,
         )
         for dtype in ("bf16", "fp32")
+        for draws_wide in (False, True)
     ]
     return scans + draws

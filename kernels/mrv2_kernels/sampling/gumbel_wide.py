@@ -1,5 +1,7 @@
 """Draw from the truncated rows that `gumbel_truncated` left over: one program scales, masks and draws a row.
 
+A few rows are drawn by the very programs that left them over, many by a launch of their own.
+
 The scaled logits stand in a row of scratch memory, one a program and not one a logits row, so that a batch of
 wide rows costs time, never memory.
 """
@@ -19,7 +21,7 @@ _BLOCK = 4096
 _FEW = 256
 _NUM_WARPS = 16
 # programs, and rows of scratch memory
-_MAX_PROGRAMS = 64
+MAX_PROGRAMS = 64
 
 
 @triton.jit
@@ -59,6 +61,31 @@ def _draw_scaled(row_ptr, vocab, temperature, seed, position, BLOCK: tl.constexp
     return tl.min(tl.where(best == tl.max(best, axis=0), tokens, 0x7FFFFFFF), axis=0)
 
 
+@triton.jit
+def draw_wide_row(
+    row_ptr,
+    vocab,
+    seed,
+    position,
+    temperature,
+    min_p,
+    top_k,
+    top_p,
+    copy_ptr,
+    scratch_ptr,
+    WIDE_FEW: tl.constexpr,
+    WIDE_BLOCK: tl.constexpr,
+):
+    """Return the token drawn from a truncated row without NaN and with something above -inf.
+
+    `copy_ptr`: [V] float32, `scratch_ptr`: [3, WIDE_BLOCK] float32, both of this program alone and overwritten.
+    """
+    _scale_row(copy_ptr, row_ptr, vocab, temperature, min_p, WIDE_BLOCK)
+    truncate_row(copy_ptr, vocab, scratch_ptr, top_k, top_p, WIDE_FEW, WIDE_BLOCK)
+    tl.debug_barrier()
+    return _draw_scaled(copy_ptr, vocab, temperature, seed, position, WIDE_BLOCK).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _wide_kernel(
     sampled_ptr,
@@ -77,8 +104,8 @@ def _wide_kernel(
     scratch_ptr,
     num_rows,
     vocab,
-    FEW: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDE_FEW: tl.constexpr,
+    WIDE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -86,19 +113,37 @@ def _wide_kernel(
         gdc_wait()
     program = tl.program_id(0).to(tl.int64)
     copy_ptr += program * copy_stride
-    scratch_ptr += program * 3 * BLOCK
+    scratch_ptr += program * 3 * WIDE_BLOCK
     for row in range(program, num_rows, tl.num_programs(0)):
         if tl.load(sampled_ptr + row * sampled_stride) == -2:
             slot = tl.load(logit_slots_ptr + row).to(tl.int64)
-            temperature = tl.load(temperature_ptr + slot)
-            row_ptr = logits_ptr + row * logits_stride
-            _scale_row(copy_ptr, row_ptr, vocab, temperature, tl.load(min_p_ptr + slot), BLOCK)
-            truncate_row(copy_ptr, vocab, scratch_ptr, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), FEW, BLOCK)
+            drawn = draw_wide_row(
+                logits_ptr + row * logits_stride,
+                vocab,
+                tl.load(seeds_ptr + slot),
+                tl.load(positions_ptr + row),
+                tl.load(temperature_ptr + slot),
+                tl.load(min_p_ptr + slot),
+                tl.load(top_k_ptr + slot),
+                tl.load(top_p_ptr + slot),
+                copy_ptr,
+                scratch_ptr,
+                WIDE_FEW,
+                WIDE_BLOCK,
+            )
+            tl.store(sampled_ptr + row * sampled_stride, drawn)
             tl.debug_barrier()
-            seed = tl.load(seeds_ptr + slot)
-            token = _draw_scaled(copy_ptr, vocab, temperature, seed, tl.load(positions_ptr + row), BLOCK)
-            tl.store(sampled_ptr + row * sampled_stride, token.to(tl.int64))
-            tl.debug_barrier()
+
+
+def wide_memory(num_programs: int, vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory of as many programs: [programs, V] and [programs, 3, BLOCK] float32, not initialised."""
+    copy = torch.empty(num_programs, vocab, dtype=torch.float32, device=device)
+    return copy, torch.empty(num_programs, 3, _BLOCK, dtype=torch.float32, device=device)
+
+
+def wide_constants() -> dict[str, int]:
+    """Return the constants of `draw_wide_row`."""
+    return {"WIDE_FEW": min(_FEW, _BLOCK), "WIDE_BLOCK": _BLOCK}
 
 
 def draw_wide_rows(
@@ -123,9 +168,8 @@ def draw_wide_rows(
     `pdl`: the kernel launched before lets this one start while it runs (`gemm.pdl`).
     """
     num_rows, vocab = logits.shape
-    num_programs = min(num_rows, _MAX_PROGRAMS)
-    copy = torch.empty(num_programs, vocab, dtype=torch.float32, device=logits.device)
-    scratch = torch.empty(num_programs, 3, _BLOCK, dtype=torch.float32, device=logits.device)
+    num_programs = min(num_rows, MAX_PROGRAMS)
+    copy, scratch = wide_memory(num_programs, vocab, logits.device)
     _wide_kernel[(num_programs,)](
         sampled,
         sampled.stride(0),
@@ -143,8 +187,7 @@ def draw_wide_rows(
         scratch,
         num_rows,
         vocab,
-        FEW=min(_FEW, _BLOCK),
-        BLOCK=_BLOCK,
+        **wide_constants(),
         PDL=pdl,
         num_warps=_NUM_WARPS,
         launch_pdl=pdl,
@@ -174,7 +217,7 @@ def aot_cases() -> list[AotCase]:
                 "num_rows": "i32",
                 "vocab": "i32",
             },
-            constexprs={"FEW": _FEW, "BLOCK": _BLOCK, "PDL": True},
+            constexprs={"PDL": True, **wide_constants()},
             num_warps=_NUM_WARPS,
         )
         for dtype in ("bf16", "fp32")

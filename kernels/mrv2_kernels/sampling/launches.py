@@ -46,6 +46,8 @@ class TruncatedLaunch(NamedTuple):
     draw_warps: int = 8
     # logits that are looked at together when groups are read again
     collect: int = 2048
+    # the second launch also draws what it leaves over, else a third one does
+    draws_wide: bool = False
 
 
 # measured on an H200 at 1, 32, 64 and 256 rows of 151,936 tokens in bf16 (traces/bench/h200-samplers-spans.json,
@@ -61,8 +63,8 @@ BLOCKED: Table[BlockedLaunch] = (
     (1 << 30, BlockedLaunch()),
 )
 TRUNCATED: Table[TruncatedLaunch] = (
-    (8, TruncatedLaunch(repeats=3, is_split=True, draw_warps=16)),
-    (64, TruncatedLaunch(repeats=5, is_split=True, draw_warps=16, collect=4096)),
+    (16, TruncatedLaunch(repeats=3, is_split=True, draw_warps=16, draws_wide=True)),
+    (64, TruncatedLaunch(repeats=5, is_split=True, draw_warps=16, collect=4096, draws_wide=True)),
     (1 << 30, TruncatedLaunch(repeats=5, is_split=True)),
 )
 
