@@ -30,6 +30,7 @@ PAIRS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"input_prep": "host"}, {"input_prep": "device"}),
     ({"cuda_graphs": "off"}, {"cuda_graphs": "model"}),
     ({"cuda_graphs": "step"}, {"cuda_graphs": "model"}),
+    ({"fetch_ahead": False}, {"fetch_ahead": True}),
     ({"sampler": "softmax_race"}, {"sampler": "gumbel_fused"}),
     ({"output_copy": "main_stream"}, {"output_copy": "side_stream"}),
     ({"prefill_chunk": 64}, {"prefill_chunk": 0}),

@@ -90,6 +90,7 @@ class Case:
             async_scheduling=mode != "sync",
             queue_depth=1 if mode == "sync" else int(mode[-1]),
             input_prep=self.axes["input_prep"],
+            fetch_ahead=self.axes["fetch_ahead"],
             output_copy=self.axes["output_copy"],
             spec_method=method_of(self.axes["drafter"]),
             draft_sampling=("greedy", "sampled")[self.seed // 3 % 2],
@@ -141,6 +142,7 @@ def draw_case(seed: int) -> Case:
         "verification": pick(("token_exact", "standard", "block")),
         "cuda_graphs": ("model", "step")[seed // 5 % 2],
         "input_prep": ("device", "host")[seed // 4 % 2],
+        "fetch_ahead": seed // 3 % 4 != 0,
     }
     requests = []
     for _ in range(int(rng.integers(2, 9))):
@@ -237,6 +239,7 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
             "cuda_graphs": ("off", "model", "step")[int(rng.integers(3))],
             "adaptive_drafts": not rng.integers(4),
             "input_prep": prep,
+            "fetch_ahead": bool(rng.integers(4)),
         }
     runner = ("v1", "v2")[int(rng.integers(2))]
     depth = int(rng.integers(1, 5 if runner == "v2" else 3))
@@ -247,6 +250,7 @@ def random_switch(rng: np.random.Generator, axes: dict[str, Any]) -> dict[str, A
         "queue_depth": depth,
         "cuda_graphs": graphs,
         "input_prep": prep,
+        "fetch_ahead": bool(rng.integers(4)),
     }
 
 

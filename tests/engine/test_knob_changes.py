@@ -30,6 +30,8 @@ CHANGES = [
     {"queue_depth": 1},
     {"queue_depth": 2},
     {"input_prep": "host"},
+    {"fetch_ahead": False},
+    {"fetch_ahead": True},
     {"output_copy": "main_stream"},
     {"output_copy": "side_stream"},
     {"sampler": "softmax_race"},

@@ -32,6 +32,7 @@ SAME_TOKENS = {
     "async_scheduling": [True, False],
     "queue_depth": [1, 2, 3, 4],
     "input_prep": ["device", "host"],
+    "fetch_ahead": [True, False],
     "output_copy": ["side_stream", "main_stream"],
     "sampler": ["gumbel_two_pass", "gumbel_fused", "softmax_race"],
     "spec_method": ["off", "ngram", "suffix", "draft_model", "eagle3", "mtp"],

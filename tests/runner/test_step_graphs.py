@@ -19,6 +19,7 @@ from mrv2.runner.protocol import NewRequest, RowSampling, SchedulerOutput
 from mrv2.runner.v2.model_runner import ModelRunnerV2
 from mrv2.runner.v2.variants import DrawPlan, graph_plans
 from mrv2.sampling_params import SamplingParams
+from mrv2_kernels.state.mailbox import Mailbox, fetch_step
 from serving import BLOCK_SIZE, Collector, alone, make_core, random_prompt
 
 STEP = Knobs(cuda_graphs="step")
@@ -64,6 +65,33 @@ def test_late_streams_and_poisoned_memory_change_nothing(depth: int, late: str) 
     device = HostDevice(poison=True, random_delay_s=0.002, delay_streams=[late], seed=depth)
     got, runner = serve_mix(STEP.with_changes(queue_depth=depth), device)
     assert got == want and runner.stats.num_step_replays > 30
+
+
+def serve_and_count(
+    monkeypatch: pytest.MonkeyPatch, knobs: Knobs, device: HostDevice
+) -> tuple[list[list[int]], int, int]:
+    """Return the tokens, the steps whose words had been brought by the step before, and all steps of graphs."""
+    was_peeked = []
+
+    def spy(words: torch.Tensor, mailbox: Mailbox, peeked: torch.Tensor, *rest: torch.Tensor) -> None:
+        was_peeked.append(int(peeked[-1]) == int(mailbox.turn[1]))
+        fetch_step(words, mailbox, peeked, *rest)
+
+    monkeypatch.setattr("mrv2.runner.v2.step_work.fetch_step", spy)
+    tokens, runner = serve_mix(knobs, device)
+    assert len(was_peeked) == runner.stats.num_step_replays > 30
+    return tokens, sum(was_peeked), len(was_peeked)
+
+
+def test_a_host_that_is_ahead_tells_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that waits for each step, nor without the knob; the tokens are the same."""
+    want, _ = serve_mix(Knobs())
+    late = dict(random_delay_s=0.004, delay_streams=["main"], poison=True)
+    got, num_peeked, num_steps = serve_and_count(monkeypatch, STEP, HostDevice(**late, seed=1))  # type: ignore[arg-type]
+    assert got == want and num_peeked > num_steps / 4
+    for knobs in (STEP.with_changes(fetch_ahead=False), STEP.with_changes(queue_depth=1)):
+        got, num_peeked, _ = serve_and_count(monkeypatch, knobs, HostDevice(**late, seed=2))  # type: ignore[arg-type]
+        assert got == want and not num_peeked
 
 
 def test_every_batch_has_a_graph_of_its_kind() -> None:

@@ -64,6 +64,14 @@ class Knobs:
         "off: the host lane's forward stage grows to the sum of its launches. step: one step_graph stage in the main "
         "lane, and a short execute_model above it. Without CUDA only 'step' has an effect: the same stage, no graph.",
     )
+    fetch_ahead: bool = _knob(
+        True,
+        "T",
+        "With cuda_graphs='step': a graph brings what the host has already written for the next step, how many "
+        "requests there are and what changed of them, from pinned memory while its logits are computed. Off, or if "
+        "the host is late, the next graph begins with that way.",
+        "Off: the upload at the head of a step graph takes some 15 us longer (granularity node shows it).",
+    )
     spec_method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = _knob(
         "off",
         "T",

@@ -21,6 +21,8 @@ A kernel of this kind says at once that its successor may start (`gdc_launch_dep
 3. Before the wait nothing is written.  More than two kernels can be in flight (n + 1 starts n + 2 as soon as all
    its programs run, though n has not ended), so a store before the wait could hit a buffer that an older kernel
    still reads; after it, no older kernel runs.  The same makes one workspace enough for all products of a stream.
+   One launch writes before its wait all the same: `state.mailbox.peek_step` starts behind the gate of its step, what
+   it overwrites was read in front of that, and what it writes is read in the next step.
 
 In a step these kernels (inputs, lookup, products, norms, activation, rotation, KV write, fused attention, sampling,
 commit) have others around them (the upload, library products, copies), on one stream.  Both mix freely:

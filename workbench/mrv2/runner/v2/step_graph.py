@@ -6,7 +6,7 @@
 
 A graph reads and writes fixed addresses, so what changes from step to step lies in pinned memory, which the graph
 reads first (`StepUpload.post`): how many requests there are, how many runs of staged writes, and which row of the
-device's output ring the tokens go to.
+device's output ring the tokens go to.  Where the host is ahead by a step, the graph before has read it already.
 That row is the step's pinned output slot too, and is given back only when the host has the tokens: no replay
 overwrites what a copy still reads.  Batches are padded to the bucket with rows that touch nothing.
 
@@ -85,8 +85,7 @@ class StepGraphs:
             block_size=resources.block_size,
             words=upload.words,
             mailbox=upload.mailbox,
-            turn=upload.turn,
-            used_at=upload.used_at,
+            peeked=upload.peeked,
             num_reqs=upload.num_reqs,
             num_runs=upload.num_runs,
             output_slot=upload.output_slot,
@@ -149,6 +148,8 @@ class StepGraphs:
         if key.drafted is not None:
             self.before_drafting()
         main.run(stages.STEP_GRAPH, self.graphs[key].replay)
+        if self.resources.knobs.fetch_ahead:
+            self.upload.announce(sent)
         return ReplayedStep(scheduled, sent, slot, key.shape.query_len)
 
     def finish(self, step: ReplayedStep, main: Stream, copy: Stream) -> PinnedOutput:

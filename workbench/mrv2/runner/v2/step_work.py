@@ -25,7 +25,7 @@ from mrv2_kernels.inputs.commit import commit_decode
 from mrv2_kernels.inputs.commit_verified import commit_verified
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.inputs.verification import prepare_verification_inputs
-from mrv2_kernels.state.mailbox import fetch_step
+from mrv2_kernels.state.mailbox import Mailbox, fetch_step, peek_step
 from mrv2_models.model_state import ForwardBatch
 
 
@@ -36,12 +36,10 @@ class StepTensors(NamedTuple):
     forward: ForwardPass
     token_draw: TokenDraw
     block_size: int
-    # of the upload: [words] int32, what a step is told; [S, W] int32 pinned, whence it comes; [1] int32, which slot is
-    # next; and the word of a slot that says how many there are
+    # of the upload: [words] int32, what a step is told, whence that comes, and [slot_words + 1] int32, what came early
     words: torch.Tensor
-    mailbox: torch.Tensor
-    turn: torch.Tensor
-    used_at: int
+    mailbox: Mailbox
+    peeked: torch.Tensor
     # [1] int32 each: what the upload says of the step
     num_reqs: torch.Tensor
     num_runs: torch.Tensor
@@ -81,7 +79,7 @@ class PlainStep(NamedTuple):
 
     def __call__(self) -> None:
         t, batch, arena = self.tensors, self.batch, self.tensors.state.arena
-        model, model_state = t.forward.model, t.forward.model_state
+        model_state = t.forward.model_state
         num_rows = batch.input_ids.shape[0]
         with captured_stage(stages.UPLOAD):
             _upload(t)
@@ -103,8 +101,7 @@ class PlainStep(NamedTuple):
             model_state.preprocess_state(batch)
         with captured_stage(stages.FORWARD):
             hidden = t.forward.hidden(batch, self.inputs)
-        with captured_stage(stages.LOGITS):
-            logits = model.compute_logits(hidden)
+        logits = _logits(t, hidden)
         ctx = SamplingContext(
             batch.idx_mapping,
             batch.idx_mapping,
@@ -135,7 +132,7 @@ class DraftedStep(NamedTuple):
 
     def __call__(self) -> None:
         t, batch, arena = self.tensors, self.batch, self.tensors.state.arena
-        model, model_state = t.forward.model, t.forward.model_state
+        model_state = t.forward.model_state
         num_tokens, num_reqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
         logit_slots, places = t.logit_slots[:num_tokens], t.local_positions[:num_tokens]
         with captured_stage(stages.UPLOAD):
@@ -164,8 +161,7 @@ class DraftedStep(NamedTuple):
             hidden = t.forward.hidden(batch, self.inputs)
             if self.keeps_hidden:
                 t.forward.buffers.hidden[:num_tokens].copy_(hidden)
-        with captured_stage(stages.LOGITS):
-            logits = model.compute_logits(hidden)
+        logits = _logits(t, hidden)
         index = t.token_index[:num_tokens]
         ctx = SamplingContext(batch.idx_mapping, logit_slots, batch.positions, places, index, batch.input_ids)
         if num_tokens == num_reqs:
@@ -217,7 +213,15 @@ class DraftedStep(NamedTuple):
 def _upload(t: StepTensors) -> None:
     """Read what the step is told, and apply the writes that are part of it."""
     words = t.state.arena.words.view(-1)
-    fetch_step(t.words, t.mailbox, t.turn, words, t.num_runs, t.runs, used_at=t.used_at)
+    fetch_step(t.words, t.mailbox, t.peeked, words, t.num_runs, t.runs)
+
+
+def _logits(t: StepTensors, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the logits of `hidden` [T_pad, H], [T_pad, V]; beside that long launch the next step's words arrive."""
+    with captured_stage(stages.LOGITS):
+        logits = t.forward.model.compute_logits(hidden)
+        peek_step(t.peeked, t.mailbox)
+    return logits
 
 
 def _commit_draws(t: StepTensors, batch: ForwardBatch) -> None:

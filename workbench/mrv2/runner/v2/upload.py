@@ -12,6 +12,7 @@ The pinned half is a ring, for the host runs ahead.
 
 A graph of a whole step begins by reading its slot (`mrv2_kernels.state.mailbox`): the slots it reads, the mailbox,
 stay where they are, and every run of such a graph, the first one before its capture too, takes the next of them.
+Once a step is announced, the graph of the step before may read its slot, too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mrv2.logits_processor import RowTable
 from mrv2.runner.protocol import SchedulerOutput
 from mrv2.runner.v2.arena import DeviceArena
 from mrv2.runner.v2.sampler import SAMPLING_SECTIONS
+from mrv2_kernels.state.mailbox import Mailbox, next_number
 
 # starts [n], cu_lens [n + 1], contents [m], longest run: see `DeviceArena.take_runs`
 TakenRuns = tuple[np.ndarray, np.ndarray, np.ndarray, int]
@@ -68,8 +70,9 @@ class SentStep(NamedTuple):
     max_run: int
     # words that were copied; 0 if the device reads them itself
     used: int
-    # the slot of the mailbox, of a step that runs as a graph
+    # the slot of the mailbox, of a step that runs as a graph, and the step's number there
     mail: torch.Tensor | None = None
+    number: int = -1
 
 
 def step_words_capacity(
@@ -125,14 +128,18 @@ class StepUpload:
 
         # a few runs a request: blocks, of a step of decodes
         self.mail_words = min(step_words.shape[0], -(-(self.header + 16 * max_num_seqs) // _COPY_STEP) * _COPY_STEP)
-        # [depth, mail_words] int32, pinned
-        self.mailbox = device.pinned((depth, self.mail_words), torch.int32)
-        self.mail = PinnedRing(
-            device, depth, (self.mail_words,), torch.int32, name="step mailbox", slots=list(self.mailbox)
-        )
+        slots = device.pinned((depth, self.mail_words), torch.int32)
+        numbers = device.pinned((depth,), torch.int32)
+        numbers.fill_(-1)
+        self.mailbox = Mailbox(slots, numbers, device.zeros((2,), torch.int32), self.used_at)
+        self.mail = PinnedRing(device, depth, (self.mail_words,), torch.int32, name="step mailbox", slots=list(slots))
         self._mail_np = {id(slot): slot.numpy() for slot in self.mail.slots}
-        # [1] int32, device: the slot that the next graph reads
-        self.turn = device.zeros((1,), torch.int32)
+        self._slot_index = {id(slot): index for index, slot in enumerate(self.mail.slots)}
+        self._numbers_np = numbers.numpy()
+        # [mail_words + 1] int32, device: see `fetch_step`
+        self.peeked = device.full((self.mail_words + 1,), -1, torch.int32)
+        # of the next step that goes through the mailbox
+        self._number = 0
 
     def _make_ring(self, capacity: int) -> None:
         self.capacity = capacity
@@ -166,21 +173,30 @@ class StepUpload:
         """
         runs = self.arena.take_runs()
         used = self._words_of(runs)
-        mail = self.mail.acquire(scheduled.step)
-        host = self._mail_np[id(mail)]
+        number, mail, host = self._next_mail(scheduled.step)
         if used > self.mail_words:
             host[self.used_at] = 0
-            return self._copy(stream, scheduled, rows, runs, output_slot)._replace(mail=mail)
+            return self._copy(stream, scheduled, rows, runs, output_slot)._replace(mail=mail, number=number)
         self._pack(host, scheduled, rows, runs, output_slot)
-        return SentStep(None, self.ring, len(runs[0]), runs[3], 0, mail)
+        return SentStep(None, self.ring, len(runs[0]), runs[3], 0, mail, number)
 
     def post_nothing(self) -> SentStep:
         """Put a step of no requests into the mailbox."""
-        mail = self.mail.acquire(-1)
-        host = self._mail_np[id(mail)]
+        number, mail, host = self._next_mail(-1)
         host[: self.header + 1] = 0
         host[self.used_at] = self.header + 1
-        return SentStep(None, self.ring, 0, 0, 0, mail)
+        return SentStep(None, self.ring, 0, 0, 0, mail, number)
+
+    def announce(self, sent: SentStep) -> None:
+        """Let the graph of the step before read what was posted; behind the launch of the graph that it is for."""
+        assert sent.mail is not None, "the step does not go through the mailbox"
+        self._numbers_np[self._slot_index[id(sent.mail)]] = sent.number
+
+    def _next_mail(self, step: int) -> tuple[int, torch.Tensor, np.ndarray]:
+        """Return the number of the next step in the mailbox, its slot, and that as an array."""
+        number, self._number = self._number, next_number(self._number)
+        mail = self.mail.acquire(step)
+        return number, mail, self._mail_np[id(mail)]
 
     def _copy(
         self, stream: Stream, scheduled: SchedulerOutput, rows: np.ndarray, runs: TakenRuns, output_slot: int
