@@ -117,8 +117,8 @@ print(f"kernels below 4 us: {sum(int(kernels.count[row]) for row in short):,} of
 # of a decode step. With [async scheduling](../docs/glossary.md#async-scheduling) the host works while the device does. A step at `off` is some 9 to 11 ms of
 # launches from Python, the same for every batch (its records have counts and lengths divided by 8). Between `model` and `step` the kernels below have changed as well:
 # products take in what surrounds them, attention fetches ahead, and steps of prompts replay graphs too. `now` is `step` with what came after that: products
-# in parts, weights of few rows in registers, the longest contexts first, greedy draws that only read, logits that are read while the last layer runs. A few
-# percent between two columns may be noise.
+# in parts, weights of few rows in registers, the longest contexts first, greedy draws that only read, logits that are read while the last layer runs, and
+# what the next step is told, which a graph reads before that step begins. A few percent between two columns may be noise.
 
 # %%
 levels = {

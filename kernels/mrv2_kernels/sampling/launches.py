@@ -51,8 +51,9 @@ class TruncatedLaunch(NamedTuple):
 
 
 # measured on an H200 at 1, 32, 64 and 256 rows of 151,936 tokens in bf16 (traces/bench/h200-samplers-spans.json,
-# of TRUNCATED h200-sampler-tuning.json, of BLOCKED h200-sampler-tuning-2.json without 64): the fastest there or within
-# 7 % of it, of FUSED and BLOCKED for rows of temperature 0 and above alike
+# of TRUNCATED h200-sampler-tuning.json and, up to 64 rows, h200-sampler-tuning-3.json, of BLOCKED
+# h200-sampler-tuning-2.json without 64): the fastest there or within 7 % of it, of FUSED and BLOCKED for rows of
+# temperature 0 and above alike
 FUSED: Table[FusedLaunch] = (
     (16, FusedLaunch(block=4096, num_warps=4)),
     (1 << 30, FusedLaunch(block=1024, num_warps=1, step=64, span=5, is_split=True)),

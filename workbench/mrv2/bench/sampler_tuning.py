@@ -108,7 +108,7 @@ def candidates() -> list[Candidate]:
         for case in ("plain", "greedy"):
             candidate = _candidate(case, "gumbel_blocked", "gumbel_blocked", _NUM_WARPS=num_warps, BLOCKED=launch)
             found.append(candidate)
-    for repeats, num_warps, draw_warps, collect in (
+    for repeats, num_warps, draw_warps, collect, *draws_wide in (
         (8, 4, 8, 2048),
         (8, 4, 8, 4096),
         (10, 4, 8, 4096),
@@ -122,8 +122,14 @@ def candidates() -> list[Candidate]:
         (4, 4, 8, 2048),
         (4, 4, 16, 2048),
         (3, 4, 16, 2048),
+        (5, 4, 8, 4096, True),
+        (5, 4, 16, 2048, True),
+        (5, 4, 16, 4096, True),
+        (4, 4, 16, 4096, True),
+        (3, 4, 16, 2048, True),
+        (3, 4, 16, 4096, True),
     ):
-        launch = TruncatedLaunch(repeats, num_warps, True, draw_warps, collect)
+        launch = TruncatedLaunch(repeats, num_warps, True, draw_warps, collect, *draws_wide)
         found.append(_candidate("top-k/p", "gumbel_fused", "gumbel_truncated", TRUNCATED=launch))
     return found
 

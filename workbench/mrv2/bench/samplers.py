@@ -41,6 +41,10 @@ With a warp a block and four warps a program in the first launch of gumbel_block
 of the read bandwidth at 256, greedy 2.4, 5.4 and 22.2.  The kernels before took 7.1 and 25.9 at 32 and 256 on that day,
 greedy 5.7 and 22.4.
 
+With up to 64 rows drawn to the end by the launch that draws, which leaves none over (h200-sampler-tuning-3.json):
+top-k/p at N = 1, 8, 16, 32 and 64 9.0, 10.7, 11.6, 12.9 and 15.5 us, 9.6, 11.3, 12.5, 13.8 and 16.5 before, so that it
+takes 2.97 times a plain draw of gumbel_blocked at one row, 3.08 before.  Predicted was 8.4 at one row.
+
 A bound takes the place of both logarithms of `gumbel_two_pass` in `gumbel_fused`; the hash is what remains, so it
 cannot come near memory without other noise.
 """
