@@ -127,6 +127,7 @@ def _peek_step_kernel(
     HEADER: tl.constexpr,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
+    ON_GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -138,7 +139,7 @@ def _peek_step_kernel(
     lane = tl.arange(0, THREADS)
     announced = tl.load(numbers_ptr + slot + tl.zeros_like(lane), volatile=True)
     if tl.min((announced == number).to(tl.int32), axis=0) == 1:
-        if PDL:
+        if ON_GPU:
             # what is read from here on is no older than the number
             number = tl.inline_asm_elementwise(
                 "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
@@ -250,6 +251,7 @@ def peek_step_triton(
         mailbox.used_at,
         **mailbox.constants(),
         THREADS=32 * _NUM_WARPS,
+        ON_GPU=peeked.is_cuda,
         PDL=pdl,
         num_warps=_NUM_WARPS,
         launch_pdl=pdl,
@@ -289,7 +291,8 @@ def aot_cases() -> list[AotCase]:
     constants: dict[str, object] = {"HEADER": 1030, "BLOCK": _BLOCK, "PDL": True}
     aligned = frozenset({"mailbox_ptr", "peeked_ptr", "slot_words"})
     fetched = constants | {"RUNS": _RUNS, "WIDTH": _WIDTH}
+    peeked = constants | {"THREADS": 32 * _NUM_WARPS, "ON_GPU": True}
     return [
         AotCase(_fetch_step_kernel, fetch, fetched, _NUM_WARPS, aligned=aligned | {"words_ptr"}),
-        AotCase(_peek_step_kernel, peek, constants | {"THREADS": 32 * _NUM_WARPS}, _NUM_WARPS, aligned=aligned),
+        AotCase(_peek_step_kernel, peek, peeked, _NUM_WARPS, aligned=aligned),
     ]
