@@ -40,7 +40,8 @@ TRUNCATION = Truncation(
 NUM_SLOTS = len(SEEDS)
 
 
-# one launch, in which the last arriver draws; two, with blocks beyond the row's end in a program's share
+# one launch, in which the last arriver draws; two, with blocks beyond the row's end in a program's share, and a third
+# for rows left over; few warps, and no row is left over
 LAUNCHES = {
     "one": (FusedLaunch(block=64, step=32), BlockedLaunch(), TruncatedLaunch(repeats=2, collect=64)),
     "two": (
@@ -51,12 +52,7 @@ LAUNCHES = {
     "few": (
         FusedLaunch(block=16, step=8, span=5),
         BlockedLaunch(span=2, pick_warps=1),
-        TruncatedLaunch(repeats=3, collect=128, is_split=True, draw_warps=1),
-    ),
-    "one program for the wide": (
-        FusedLaunch(block=16, step=8),
-        BlockedLaunch(pick_warps=1),
-        TruncatedLaunch(repeats=2, collect=64, is_split=True, draw_warps=1, draws_wide=True),
+        TruncatedLaunch(repeats=3, collect=128, is_split=True, draw_warps=1, draws_wide=True),
     ),
 }
 
