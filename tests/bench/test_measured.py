@@ -92,3 +92,34 @@ def test_products_in_parts_are_those_of_the_record(line: str, chain: str) -> Non
     found = {rows: int(cell.replace(",", "")) for rows, cell in zip(heads, cells, strict=True) if cell}
     chains = record("products-in-parts")["chains"]
     assert found == {each["num_rows"]: each["microseconds"] for each in chains if each["name"] == chain}
+
+
+def test_further_runs_are_those_of_their_records() -> None:
+    best = {name: max(each["v2 async"]["tok_s"]) for name, each in variants("graphs-step").items()}
+    assert "Best of the three runs: " + ", ".join(f"{name} {best[name]:,.0f}" for name in "abcdef") + "." in MEASURED
+    more = {name: each["v2 async"] for name, each in variants("graphs-step-af").items()}
+    assert {len(each["tok_s"]) for each in more.values()} == {8}
+    a, f = (f"{more[name]['tok_s_median']:,.0f}" for name in "af")
+    assert f"Of eight more runs on the same GPU a gave {a} and f {f}" in MEASURED
+    four = {name: each["v2 async"]["tok_s_median"] for name, each in variants("graphs-step-both").items()}
+    assert f"(V2 async {' / '.join(f'{four[name]:,.0f}' for name in 'abcdf')} in it)" in MEASURED
+
+
+def test_draws_are_those_of_the_record() -> None:
+    draws = record("samplers")
+    times = {(t["variant"], t["case"], t["num_rows"]): t["microseconds"] for t in draws["times"]}
+    for first, cells in rows_of("| | temperature 0.8 | greedy").items():
+        for case, cell in zip(("plain", "greedy", "top-k/p"), cells, strict=True):
+            for num_rows, shown in zip((1, 32, 256), cell.split(" / "), strict=True):
+                digits = len(shown.partition(".")[2])
+                assert shown == f"{times[first.strip('`'), case, num_rows]:.{digits}f}", (first, case, num_rows)
+    text = MEASURED.replace("\n", " ")
+    shares = [draws["vocab"] * 512 / times["gumbel_blocked", case, 256] for case in ("plain", "greedy")]
+    drawn, read = (f"{share / 1e3 / draws['read_gigabytes_per_second']:.0%}".replace("%", " %") for share in shares)
+    assert f"draws at {drawn} of the read bandwidth" in text and f"hashed never, at {read}" in text
+    over = {variant: list(by_rows.values()) for variant, by_rows in draws["truncated_over_plain"].items()}
+    blocked, fused, two_pass = (over[f"gumbel_{name}"] for name in ("blocked", "fused", "two_pass"))
+    # the one near its limit has a digit more
+    assert f"`gumbel_blocked` {blocked[0]:.2f} / {blocked[1]:.1f} / {blocked[2]:.1f} times its plain draw" in text
+    for name, ratios in (("gumbel_fused", fused), ("gumbel_two_pass", two_pass)):
+        assert f"`{name}` {' / '.join(f'{ratio:.1f}' for ratio in ratios)}" in text

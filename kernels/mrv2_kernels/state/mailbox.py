@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from mrv2_kernels._dispatch import dispatch
-from mrv2_kernels._triton import next_power_of_2, tl, triton
+from mrv2_kernels._triton import constant, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.state.staged_write import apply_runs_torch
@@ -38,6 +38,9 @@ from mrv2_kernels.state.staged_write import apply_runs_torch
 _BLOCK = 2048
 _RUNS, _WIDTH = 256, 8
 _NUM_WARPS = 16
+# steps are counted anew behind this one, long before an int32 is full
+_LAST_NUMBER = (1 << 30) - 1
+_NUMBER_BITS = constant(_LAST_NUMBER)
 
 
 @triton.jit
@@ -100,7 +103,7 @@ def _fetch_step_kernel(
     # every thread has read the turn, and stored its words
     tl.debug_barrier()
     tl.store(turn_ptr, (slot + 1) % num_slots)
-    tl.store(turn_ptr + 1, (number + 1) & 0x3FFFFFFF)
+    tl.store(turn_ptr + 1, (number + 1) & _NUMBER_BITS)
     num_runs = tl.load(num_runs_ptr)
     for base in range(0, num_runs, RUNS):
         run = base + tl.arange(0, RUNS)
@@ -273,8 +276,8 @@ def peek_step_torch(
 
 
 def next_number(number: int) -> int:
-    """Return the number of the step behind step `number`; they are counted anew long before an int32 is full."""
-    return (number + 1) & 0x3FFFFFFF
+    """Return the number of the step behind step `number`."""
+    return (number + 1) & _LAST_NUMBER
 
 
 fetch_step = dispatch(fetch_step_triton, fetch_step_torch)
