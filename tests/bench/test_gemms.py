@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,15 @@ def test_picks_go_from_the_record_through_the_table(tmp_path: Path) -> None:
     for product, pick in zip(PRODUCTS, PICKED[8], strict=True):
         picks = picks_of(table["GPU"], product.num_outputs, product.num_inputs)
         assert (picks.at(8), picks.at(16).plan) == (pick, LIBRARY)
+    # products in parts are chosen in forward passes, which such a record has none of
+    in_parts = [
+        entry | {"parts": asdict(LinearPlan("warpgroup", release_late=True))} for entry in made_up_record()["picks"]
+    ]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"GPU": in_parts}))
+    write_picks("GPU", made_up_record()["picks"], path)
+    assert json.loads(path.read_text())["GPU"] == in_parts
+    path.write_text('{"other": []}')
+    write_picks("GPU", made_up_record()["picks"], path)
     write_picks("GPU", made_up_record()["picks"][:1], path, "fp8")
     both = read_picks(json.loads(path.read_text()))
     assert both["GPU"] == table["GPU"] and len(both[table_key("GPU", "fp8")]) == 1
@@ -485,6 +494,28 @@ def test_norms_inside_products_are_looked_for_with_few_sums(device: Device, monk
     bucket = gemms._Bucket(Stack(device), 8, LIMIT)
     bucket.measure(verdicts)
     assert [pick.parts for pick in bucket.picks] == [normed, few, normed, few]
+
+
+@pytest.mark.parametrize("form", [None, "fused", "parts"])
+def test_plans_of_the_committed_table_are_timed_in_the_form_that_engines_run(
+    form: str | None, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = LinearPlan("warpgroup" if form == "parts" else "resident")
+    picks = {
+        (5, each.num_outputs, each.num_inputs): Pick(RESIDENT, **({} if form is None else {form: plan}))
+        for each in SMALL
+    }
+    monkeypatch.setattr(gemms, "picks_for", lambda *_: picks)
+    monkeypatch.setattr(Stack, "graph_seconds", lambda _, launch, before: (before(), launch(), 1e-3)[2])
+    stack = Stack(device)
+    bucket = gemms._Bucket(stack, 5, LIMIT)
+    bucket.measure_committed(stack, "committed")
+    assert [(each.name, each.plans[0], each.failure) for each in bucket.chains] == [
+        ("committed", RESIDENT.label, None),
+        ("committed, in layers", (RESIDENT if form is None else plan).label, None),
+        *([("committed, products alone", plan.label, None)] if form == "parts" else []),
+    ]
+    assert all(each.same_eagerly for each in bucket.chains)
 
 
 def test_it_needs_cuda() -> None:

@@ -53,7 +53,7 @@ def read_picks(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, Pi
     for gpu, entries in table.items():
         picks: Picks = {}
         for entry in entries:
-            key = (entry["num_rows"], entry["num_outputs"], entry["num_inputs"])
+            key = _key(entry)
             if key in picks:
                 raise ValueError(f"{gpu}: the product {key} is named twice")
             others = {name: LinearPlan(**entry[name]) for name in ("fused", "parts") if entry.get(name) is not None}
@@ -62,15 +62,22 @@ def read_picks(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, Pi
     return found
 
 
+def _key(entry: Mapping[str, Any]) -> tuple[int, int, int]:
+    return entry["num_rows"], entry["num_outputs"], entry["num_inputs"]
+
+
 def write_picks(
     gpu: str, entries: Iterable[Mapping[str, Any]], path: Path = TABLE, quantization: str | None = None
 ) -> None:
     """Replace a GPU's picks in the table by those of a benchmark record (its ``picks``, ``quantization``).
 
-    Products that the record does not measure, such as a model's logits, keep their picks.
+    Products that the record does not measure, such as a model's logits, keep their picks; so do products in parts,
+    which are chosen with attention between them: the record's replace none that are there.
     """
     table = json.loads(path.read_text(encoding="utf-8"))
-    key, replaced = table_key(gpu, quantization), [dict(entry) for entry in entries]
+    key = table_key(gpu, quantization)
+    in_parts = {_key(entry): {"parts": entry["parts"]} for entry in table.get(key, []) if "parts" in entry}
+    replaced = [dict(entry) | in_parts.get(_key(entry), {}) for entry in entries]
     measured = {(entry["num_outputs"], entry["num_inputs"]) for entry in replaced}
     kept = [each for each in table.get(key, []) if (each["num_outputs"], each["num_inputs"]) not in measured]
     table[key] = replaced + kept

@@ -13,13 +13,13 @@ as 8-bit floats, which no cache holds.  Each reads a part of what the one before
    alone; the fastest of the three is picked;
 5. the picked chain must give the library's result within rounding, the other forms of a layer the first one's, and
    each the same bits when its kernels are launched one by one;
-6. of 8-bit weights, the same with 16-bit ones by the plans of the committed table stands beside it ("bf16").
+6. the plans of the table that engines go by are timed in the same forms ("committed"), which were chosen with
+   attention between the products and so need not be the fastest here; of 8-bit weights, those of 16-bit ones ("bf16").
 
 Times are medians of replays by CUDA events, the graph's launch included.  What was picked goes into the record in
 the form of the table `mrv2_kernels.gemm.picks`.
 
-traces/bench/h200-gemms.json is from before `warpgroup` and the products in parts; what an H200 does with those is in
-h200-products-in-parts.json, by a script that timed the same chains.
+An H200's record is traces/bench/h200-gemms.json; h200-products-in-parts.json is of a script that timed the same chains.
 """
 
 from __future__ import annotations
@@ -131,8 +131,10 @@ def measure_gemms(
         progress(f"gemms: {num_rows} rows, {time.perf_counter() - begin:.0f} s so far")
         bucket = _Bucket(stack, num_rows, limit)
         bucket.measure({task: verdict for task, verdict in verdicts.items() if task.num_rows == num_rows})
-        if sixteen_bits is not None:
-            bucket.measure_committed(sixteen_bits)
+        if sixteen_bits is None:
+            bucket.measure_committed(stack, "committed")
+        else:
+            bucket.measure_committed(sixteen_bits, "bf16")
         products += bucket.products
         chains += bucket.chains
         picked[num_rows] = bucket.picks
@@ -207,7 +209,7 @@ def report(record: dict[str, Any]) -> str:
             notes.append(f"differs {each['difference']:.1e}")
         if each["same_eagerly"] is False:
             notes.append("NOT THE SAME EAGERLY")
-        if each["name"] in ("picked", _FUSED, _PARTS, "bf16, in layers"):
+        if each["name"] in ("picked", _FUSED, _PARTS, "committed, in layers", "bf16, in layers"):
             notes.append("; ".join(each["plans"]))
         lines.append(
             f"{each['num_rows']:>4} {each['name']:22}{each['microseconds']:8.1f}{each['share_of_floor']:9.0%}  "
@@ -383,19 +385,20 @@ class _Bucket:
         self.chains.append(ChainTime(self.num_rows, name, labels, 1e6 * seconds, share, difference, is_same, failure))
         return seconds if failure is None else None
 
-    def measure_committed(self, stack: Stack) -> None:
-        """Note the chains of 16-bit weights by the committed table, as plain products and in layers."""
+    def measure_committed(self, stack: Stack, name: str) -> None:
+        """Note the chains of 16-bit weights by the committed table: products alone, and as layers run them."""
         mine, self.make = self.make, Chains(stack, self.num_rows)
         picks = picks_for(stack.norm.device, DTYPE)
         found = [picks_of(picks, each.num_outputs, each.num_inputs).at(self.num_rows) for each in PRODUCTS]
         plans = tuple(pick.plan for pick in found)
-        self._note("bf16", plans, self.make.alone(plans))
+        self._note(name, plans, self.make.alone(plans))
         fused = tuple(pick.fused for pick in found if pick.fused is not None)
         parts = tuple(pick.parts for pick in found if pick.parts is not None)
         if len(fused) == len(PRODUCTS):
-            self._note("bf16, in layers", fused, self.make.fused(fused))
+            self._note(f"{name}, in layers", fused, self.make.fused(fused))
         elif len(parts) == len(PRODUCTS):
-            self._note("bf16, in layers", parts, self.make.parts(parts))
+            self._note(f"{name}, in layers", parts, self.make.parts(parts))
+            self._note(f"{name}, products alone", parts, self.make.parts_alone(parts))
         else:
-            self._note("bf16, in layers", plans, self.make.layers(plans))
+            self._note(f"{name}, in layers", plans, self.make.layers(plans))
         self.make = mine
