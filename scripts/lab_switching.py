@@ -33,6 +33,7 @@ PAIRS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"fetch_ahead": False}, {"fetch_ahead": True}),
     ({"sampler": "softmax_race"}, {"sampler": "gumbel_fused"}),
     ({"output_copy": "main_stream"}, {"output_copy": "side_stream"}),
+    ({"output_wait": "sleep"}, {"output_wait": "spin"}),
     ({"prefill_chunk": 64}, {"prefill_chunk": 0}),
     ({"spec_method": "ngram"}, {"spec_method": "off"}),
     ({"spec_method": "ngram", "num_spec_tokens": 1}, {"spec_method": "off", "num_spec_tokens": 3}),

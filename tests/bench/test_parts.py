@@ -46,6 +46,7 @@ def test_prefill_reports_first_tokens_and_the_gaps_beside(capsys: pytest.Capture
     assert main(["bench", "--prefill", "--device", "host"]) == 0
     record = last_line(capsys)
     arrivals, beside = record["arrivals"], record["beside"][0]
+    assert [each["prefill_chunk"] for each in record["beside"]] == [0, 64]
     assert 0 < arrivals["ttft_p50_ms"] <= arrivals["ttft_p99_ms"]
     assert arrivals["tokens_per_second"] == pytest.approx(4 * 128 / (1e-3 * arrivals["ttft_p99_ms"]), rel=0.1)
     assert record["rates"] is None, "there are no kernels to record on the host"

@@ -34,6 +34,8 @@ CHANGES = [
     {"fetch_ahead": True},
     {"output_copy": "main_stream"},
     {"output_copy": "side_stream"},
+    {"output_wait": "sleep"},
+    {"output_wait": "spin"},
     {"sampler": "softmax_race"},
     {"sampler": "gumbel_fused"},
     {"cuda_graphs": "step"},
@@ -197,6 +199,14 @@ class TestCaptureBetweenSteps:
                 pauses.append(before + 1)
         # three seconds of capture, three of steps
         assert {b - a for a, b in pairwise(pauses)} == {6.0}
+
+
+def test_the_device_waits_as_the_knob_says() -> None:
+    core = make_core(knobs=Knobs(output_wait="sleep"))
+    assert core.device.sleeps
+    core.set_knobs(output_wait="spin")
+    assert not core.device.sleeps
+    core.shutdown()
 
 
 def _slow_capture(core: EngineCore, clock: list[float], seconds: float):

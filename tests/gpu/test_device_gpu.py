@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -391,6 +392,36 @@ def test_guard_sees_allocator_growth(device: CudaDevice) -> None:
 def test_guard_sees_new_pinned_memory(device: CudaDevice) -> None:
     with sync_guard(device), pytest.raises(SyncError, match="PinnedRing"):
         device.pinned(1 << 20)
+
+
+def test_devices_made_one_after_the_other_keep_no_more_memory() -> None:
+    """A stream that ran a product of matrices has a workspace of cuBLAS as long as the process lives."""
+    kept, handles = [], []
+    for _ in range(4):
+        with closing(make_device("cuda")) as device:
+            x = device.zeros((256, 256), torch.bfloat16)
+            device.main.run("forward", torch.mm, x, x)
+            device.synchronize("a product")
+            handles.append(device.main.handle)
+        del x, device
+        gc.collect()
+        torch.cuda.empty_cache()
+        kept.append(torch.cuda.memory_reserved())
+    assert len(set(handles)) == 1 and len(set(kept)) == 1
+
+
+def test_a_host_that_waits_spins_or_sleeps(device: CudaDevice) -> None:
+    """An event that is there already waits as its latest `record` says."""
+    event, shares = device.event(), {}
+    for device.sleeps in (False, True, False):
+        _hold(device, 2 * LONG)
+        event.record(device.main)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        event.synchronize("output")
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        shares.setdefault(device.sleeps, []).append(cpu / wall)
+    # other tests may use the same cores
+    assert max(shares[True]) < 0.2 < 0.4 < min(shares[False])
 
 
 @triton.jit

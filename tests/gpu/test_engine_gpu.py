@@ -121,7 +121,7 @@ def test_live_switches_keep_tokens() -> None:
         {"async_scheduling": False},
         {"input_prep": "host"},
         {"output_copy": "main_stream", "async_scheduling": True},
-        {"input_prep": "device"},
+        {"input_prep": "device", "output_wait": "sleep"},
     ):
         collector.step()
         collector.step()

@@ -19,6 +19,7 @@ SETTINGS = [
     {"cuda_graphs": "step"},
     {"cuda_graphs": "model", "spec_method": "ngram", "num_spec_tokens": 3},
     {"spec_method": "off", "output_copy": "main_stream"},
+    {"output_wait": "sleep"},
 ]
 
 

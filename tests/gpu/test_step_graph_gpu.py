@@ -100,7 +100,7 @@ def test_late_captures_leave_running_requests_alone(capture: CaptureTime) -> Non
         {"sampler": "gumbel_fused"},
         {"cuda_graphs": "model"},
         {"cuda_graphs": "step", "sampler": "softmax_race"},
-        {"output_copy": "main_stream"},
+        {"output_copy": "main_stream", "output_wait": "sleep"},
     ):
         collector.step()
         collector.step()

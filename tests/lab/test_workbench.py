@@ -34,6 +34,7 @@ SAME_TOKENS = {
     "input_prep": ["device", "host"],
     "fetch_ahead": [True, False],
     "output_copy": ["side_stream", "main_stream"],
+    "output_wait": ["spin", "sleep"],
     "sampler": ["gumbel_two_pass", "gumbel_fused", "softmax_race"],
     "spec_method": ["off", "ngram", "suffix", "draft_model", "eagle3", "mtp"],
     "num_spec_tokens": [0, 1, 2, 3],

@@ -58,6 +58,8 @@ class Beside:
     num_decodes: int
     num_prompts: int
     prompt_len: int
+    # the knob: prompt tokens of a step in which some request decodes, 0 = no limit
+    prefill_chunk: int
     alone_p50_ms: float
     alone_p99_ms: float
     beside_p50_ms: float
@@ -151,8 +153,24 @@ def _attention_seconds(core: EngineCore, num_prompts: int, prompt_len: int) -> f
     return seconds_of(core.device, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), 5)
 
 
-def measure_beside(core: EngineCore, num_decodes: int, num_prompts: int, prompt_len: int) -> Beside:
-    """Let prompts arrive while requests decode; return the gaps between their tokens before and meanwhile."""
+def measure_beside(
+    core: EngineCore, num_decodes: int, num_prompts: int, prompt_len: int, chunks: Sequence[int]
+) -> list[Beside]:
+    """Let prompts arrive while requests decode, once for each `prefill_chunk` of `chunks`.
+
+    Returns the gaps between the tokens of those requests before and meanwhile.
+    """
+    knobs, found = core.knobs, []
+    for chunk in chunks:
+        core.set_knobs(prefill_chunk=chunk)
+        # compiles and captures what is new
+        _measure_beside(core, num_decodes, 1, prompt_len)
+        found.append(_measure_beside(core, num_decodes, num_prompts, prompt_len))
+    core.set_knobs(**knobs.as_dict())
+    return found
+
+
+def _measure_beside(core: EngineCore, num_decodes: int, num_prompts: int, prompt_len: int) -> Beside:
     with decoding(core, num_decodes, 128, 4000 if core.device.type == "cuda" else 200):
         alone = _gaps(core, lambda seen, steps: steps >= 100, set())
         prompts = _prompts(core, "b", num_prompts, prompt_len)
@@ -163,7 +181,7 @@ def measure_beside(core: EngineCore, num_decodes: int, num_prompts: int, prompt_
         beside = _gaps(core, lambda seen, steps: seen >= len(waiting), waiting)
         prefill_ms = 1e3 * (perf_counter() - start)
     p = [float(np.percentile(gaps, q)) for gaps in (alone, beside) for q in (50, 99)]
-    return Beside(num_decodes, num_prompts, prompt_len, p[0], p[1], p[2], p[3], prefill_ms)
+    return Beside(num_decodes, num_prompts, prompt_len, core.knobs.prefill_chunk, p[0], p[1], p[2], p[3], prefill_ms)
 
 
 def _gaps(core: EngineCore, is_done: Callable[[int, int], bool], waiting: set[str]) -> list[float]:
@@ -227,7 +245,8 @@ def report(record: dict[str, Any]) -> str:
             )
     for b in record["beside"]:
         lines.append(
-            f"{b['num_decodes']} decodes beside {b['num_prompts']} x {b['prompt_len']}: gap between tokens "
+            f"{b['num_decodes']} decodes beside {b['num_prompts']} x {b['prompt_len']}, at most "
+            f"{b['prefill_chunk'] or 'all'} prompt tokens a step: gap between tokens "
             f"p50 {b['alone_p50_ms']:.2f} -> {b['beside_p50_ms']:.2f} ms, p99 {b['alone_p99_ms']:.2f} -> "
             f"{b['beside_p99_ms']:.2f} ms ({b['beside_p99_ms'] / b['alone_p99_ms']:.2f} x); "
             f"prefill took {b['prefill_ms']:.0f} ms"

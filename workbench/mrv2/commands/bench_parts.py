@@ -24,6 +24,8 @@ PartRun = Callable[[argparse.Namespace, dict[str, Any], "Path | None"], int]
 _GPU_MODEL = "qwen3-0.6b"
 # a measurement neither compiles nor captures
 _WARM: dict[str, Any] = {"warm_up": "all"}
+# values of `prefill_chunk` beside which decodes are watched on a GPU
+_CHUNKS = (0, 2048, 1024, 512, 256)
 
 
 # flags of the command that say how workloads are measured
@@ -245,8 +247,8 @@ def _prefill(args: argparse.Namespace, options: dict[str, Any], record_path: Pat
         note("prefill: rates of its kernels")
         rates = measure_rates(core, length)
         note("prefill: beside decodes")
-        measure_beside(core, num_decodes, 1, length)
-        record = make_record(core, arrivals, rates, [measure_beside(core, num_decodes, 4, length)])
+        chunks = _CHUNKS if is_gpu else (0, 64)
+        record = make_record(core, arrivals, rates, measure_beside(core, num_decodes, 4, length, chunks))
     shown = {key: record[key] for key in ("kind", "model", "arrivals", "rates", "beside")}
     return _finish(record, report(record), shown, record_path)
 

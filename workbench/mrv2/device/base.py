@@ -155,6 +155,8 @@ class Device(ABC):
         # host waits by reason: how many, and how long together
         self.waits: Counter[str] = Counter()
         self.wait_ns: Counter[str] = Counter()
+        # on CUDA: whether a host that waits gives its core away, or asks again and again
+        self.sleeps = False
         self.recorder: Recorder | None = None
         # graphs captured so far, and when the slice that runs is over (None = no slice runs)
         self.num_captured = 0

@@ -54,13 +54,19 @@ def no_collection() -> AbstractContextManager[None]:
 
 
 class CudaEvent(Event):
-    """A CUDA event; waiting for it sleeps instead of spinning."""
+    """A CUDA event; whether waiting for it sleeps or spins is what `Device.sleeps` said at its latest `record`."""
 
     def __init__(self, device: CudaDevice) -> None:
         self.device: CudaDevice = device
-        self.raw = torch.cuda.Event(blocking=True)
+        self._make()
+
+    def _make(self) -> None:
+        self._sleeps = self.device.sleeps
+        self.raw = torch.cuda.Event(blocking=self._sleeps)
 
     def record(self, stream: Stream) -> None:
+        if self._sleeps is not self.device.sleeps:
+            self._make()
         self.raw.record(cast("CudaStream", stream).raw)
         self.recorded = True
 
@@ -75,13 +81,39 @@ class CudaEvent(Event):
         self.raw.synchronize()
 
 
+class _IdleStreams:
+    """Streams of closed devices, for the next ones.
+
+    A stream once used keeps memory as long as the process lives: cuBLAS a workspace (32 MiB on Hopper), and torch's
+    allocator blocks that no other stream may have.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # by the device's index
+        self._idle: dict[int, list[torch.cuda.Stream]] = {}
+
+    def take(self, index: int) -> torch.cuda.Stream:
+        with self._lock:
+            idle = self._idle.get(index)
+            return idle.pop() if idle else torch.cuda.Stream(index)
+
+    def give(self, index: int, streams: list[torch.cuda.Stream]) -> None:
+        """Take back streams on which nothing runs any more; the first will be handed out first."""
+        with self._lock:
+            self._idle.setdefault(index, []).extend(reversed(streams))
+
+
+_idle_streams = _IdleStreams()
+
+
 class CudaStream(Stream):
     """A torch stream."""
 
     def __init__(self, device: CudaDevice, name: str) -> None:
         self.device: CudaDevice = device
         self.name = name
-        self.raw = torch.cuda.Stream(device.torch_device)
+        self.raw = _idle_streams.take(device.index)
         self.handle: int = self.raw.cuda_stream
 
     def run(self, stage: str, fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -234,6 +266,7 @@ class CudaDevice(Device):
         self.stop_recording()
         if torch.cuda.current_stream(self.torch_device) == self._main.raw:
             torch.cuda.set_stream(self._thread_stream)
+        _idle_streams.give(self.index, [cast(CudaStream, stream).raw for stream in self._streams.values()])
 
     def start_recording(self, rec: Recorder) -> None:
         super().start_recording(rec)

@@ -74,6 +74,7 @@ class UniProcExecutor:
         with self.clock.part("device"):
             self.device = device or make_device(config.device)
         self.knobs = config.knobs
+        self.device.sleeps = self.knobs.output_wait == "sleep"
         found = resolve_model(config.model)
         self.model_config = found.config
         # None for a preset, which has no files
@@ -180,6 +181,7 @@ class UniProcExecutor:
         if not knobs.keeps_rows_of(self.knobs):
             self.runner.reset()
         self.knobs, self.resources.knobs, self.runner = knobs, knobs, runner
+        self.device.sleeps = knobs.output_wait == "sleep"
 
     def catch_up(self, method: str, num_computed: dict[str, int]) -> None:
         """Let a draft model read what running requests, id -> tokens, have computed without it."""
