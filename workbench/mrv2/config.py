@@ -131,7 +131,7 @@ class Knobs:
         "T",
         "How the host waits on a CUDA device, for the output of a step above all: 'spin' asks again and again, which "
         "keeps a CPU core busy and sees the end at once; 'sleep' leaves the core to others until the driver wakes it.",
-        "sleep: some 50 us between the end of output_copy and update_from_output, and host stages that take longer "
+        "sleep: some 60 us between the end of output_copy and update_from_output, and host stages that take longer "
         "the longer the wait before them, on a core that has cooled down. sync shows it most.",
     )
     sampler: Literal["gumbel_fused", "gumbel_two_pass", "softmax_race", "gumbel_blocked", "torch_sort"] = _knob(

@@ -369,16 +369,30 @@ class DecodeBatch:
             newest = self.num_settled - self.block_size
             late = [row for row in rows if self._joined[row] >= newest]
             rows = [row for row in rows if self._joined[row] < newest]
+        unpublished: list[Request] = []
         if rows:
             # what the step yielded lies behind the blocks
             end = self._num_kept - 1
-            num_full = (self._computed_before[rows] + self.num_settled) // self.block_size
             tokens = np.ascontiguousarray(self._kept[end - self.block_size : end, self._columns[rows]].T)
-            found = kv.publish_filled([self.requests[row] for row in rows], num_full.tolist(), tokens)
-            late += [rows[i] for i in found]
-        self.show_rows(late)
-        for row in late:
-            kv.publish(self.requests[row])
+            unpublished += self._publish_filled(kv, rows, tokens)
+        if late:
+            self.show_rows(late)
+            num_full = (self._computed_before[late] + self.num_settled) // self.block_size
+            ends = (num_full * self.block_size).tolist()
+            texts = [
+                self.requests[row].token_ids[end - self.block_size : end] for row, end in zip(late, ends, strict=True)
+            ]
+            unpublished += self._publish_filled(kv, late, np.array(texts, dtype=np.int32))
+        for request in unpublished:
+            kv.publish(request)
+
+    def _publish_filled(self, kv: KVCacheManager, rows: list[int], tokens: np.ndarray) -> list[Request]:
+        """Publish a block of each row, `tokens` [n, block_size]; return those of which more blocks are unpublished."""
+        num_full = (self._computed_before[rows] + self.num_settled) // self.block_size
+        requests = [self.requests[row] for row in rows]
+        left = kv.publish_filled(requests, num_full.tolist(), tokens)
+        self.show_rows([rows[i] for i in left])
+        return [requests[i] for i in left]
 
 
 def who_may_join(

@@ -117,12 +117,18 @@ class KVCacheManager:
         added, num_groups = {}, self.num_groups
         blocks = self.pool.allocate(len(requests) * num_groups)
         self._fresh += blocks
+        if num_groups == 1:
+            for request, block in zip(requests, blocks, strict=True):
+                request.block_ids[0].append(block)
+                request.capacity += self.block_size
+                added[request.message.req_id] = ([block],)
+            return added
         for i, request in enumerate(requests):
             mine = blocks[i * num_groups : (i + 1) * num_groups]
             for group, block in zip(request.block_ids, mine, strict=True):
                 group.append(block)
             request.capacity += self.block_size
-            added[request.message.req_id] = ([mine[0]],) if num_groups == 1 else tuple([block] for block in mine)
+            added[request.message.req_id] = tuple([block] for block in mine)
         return added
 
     def free(self, request: Request) -> None:

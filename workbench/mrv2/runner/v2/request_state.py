@@ -95,6 +95,8 @@ class RequestState:
                 self.arena.stage_words(f"block_table_{group}", rows, self.num_blocks_np[rows], added)
             self.num_blocks_np[rows] += 1
             self.arena.stage_words("num_blocks", rows, 0, self.num_blocks_np[rows])
+        if len(ones) == len(new_block_ids):
+            return
         for req_id in new_block_ids.keys() - ones.keys():
             self._append_many(self.row_of[req_id], new_block_ids[req_id])
 
