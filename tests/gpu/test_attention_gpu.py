@@ -67,6 +67,34 @@ def test_mixed_batch(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_programs_share_the_contexts_of_a_mixed_batch(
+    shape: tuple[int, int, int], dtype: torch.dtype, num_splits: int
+) -> None:
+    query_lens = [1, 0, 17, 300, 1, 5, 64, 1, 128, 33]
+    seq_lens = [1, 0, 17, 900, 2048, 4096, 64, 257, 2048, 1056]
+    case = _case(query_lens, seq_lens, shape, dtype=dtype, padding=3)
+    outs = [case.empty_out() for _ in range(20)]
+    for out in outs:
+        paged_attention(
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.block_tables,
+            case.query_start_loc,
+            case.seq_lens,
+            out,
+            scale=case.scale,
+            max_query_len=300,
+            num_splits=num_splits,
+        )
+    _check(outs[0], case)
+    assert (outs[0][len(case.expected) :] == UNTOUCHED).all()
+    assert all(torch.equal(out, outs[0]) for out in outs), "the order of the sum is that of the shares"
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_splits", [1, 4, 32])
 def test_decode(shape: tuple[int, int, int], dtype: torch.dtype, num_splits: int) -> None:
     seq_lens = [1, 15, 16, 17, 63, 64, 65, 128, 1000, 4096]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mrv2_kernels.attention import _reference
-from mrv2_kernels.attention.paged import paged_attention
+from mrv2_kernels.attention.paged import _num_splits, paged_attention
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, arrivals_of
 from paged_cases import UNTOUCHED, PagedCase, paged_case
 
 TWINS = ("torch", "triton")
@@ -14,7 +15,7 @@ FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 
 
-def _attend(twin: str, case: PagedCase) -> torch.Tensor:
+def _attend(twin: str, case: PagedCase, num_splits: int | None = None) -> torch.Tensor:
     out = case.empty_out()
     getattr(paged_attention, twin)(
         case.q,
@@ -26,12 +27,13 @@ def _attend(twin: str, case: PagedCase) -> torch.Tensor:
         out,
         scale=case.scale,
         max_query_len=case.max_query_len,
+        num_splits=num_splits,
     )
     return out
 
 
-def _check(twin: str, case: PagedCase) -> None:
-    out = _attend(twin, case)
+def _check(twin: str, case: PagedCase, num_splits: int | None = None) -> None:
+    out = _attend(twin, case, num_splits)
     tolerance = TOLERANCE[case.q.dtype]
     num_tokens = len(case.expected)
     torch.testing.assert_close(out[:num_tokens].double(), case.expected, rtol=tolerance, atol=tolerance)
@@ -67,6 +69,33 @@ def test_chunked_prefill_longer_than_a_tile(twin: str) -> None:
 @pytest.mark.parametrize("length", [1, 15, 16, 31, 32, 33])
 def test_edges_of_blocks_and_tiles(twin: str, length: int) -> None:
     _check(twin, paged_case([length, 1, 2], [length, length, length + 1], num_heads=4, num_kv_heads=2, head_dim=64))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 64), (3, 1, 96)])
+def test_programs_share_a_context(heads: int, kv_heads: int, dim: int, num_splits: int) -> None:
+    """Contexts of no whole tile, of less than a share, of shares exactly, and with a last one that is short."""
+    shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+    case = paged_case([1, 0, 20, 40, 1, 3, 33], [9, 0, 148, 296, 256, 520, 33], padding=2, **shape)
+    _check("triton", case, num_splits)
+    arrivals = arrivals_of(torch.device("cpu"))
+    assert not arrivals.any(), "the next launch finds the counters as it needs them"
+    # in the order of the shares, not of who arrives
+    assert torch.equal(_attend("triton", case, num_splits), _attend("triton", case, num_splits))
+
+
+def test_shares_of_a_cache_of_eight_bit_floats() -> None:
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+    _check("triton", paged_case([1, 40], [300, 420], cache_dtype=FP8, **shape), 4)
+
+
+def test_how_many_share_is_a_matter_of_padded_sizes() -> None:
+    """Steps of few tokens need them; steps that fill the device, and more programs than counters, do without."""
+    # Qwen3-0.6B: 8 KV heads, 32 queries a block
+    found = {tokens: _num_splits(tokens, 64, 8, 32) for tokens in (32, 64, 128, 320, 576, 1024, 8192)}
+    assert found == {32: 8, 64: 8, 128: 8, 320: 2, 576: 1, 1024: 1, 8192: 1}
+    assert _num_splits(32, MAX_SPLIT_PAIRS // 8, 8, 32) == 1
+    assert all(splits & (splits - 1) == 0 for splits in found.values())
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -7,6 +7,11 @@ least ceil(query_len / BLOCK_Q) for each, so the grid depends on padded sizes al
 
 Query i of a request stands at position seq_len - query_len + i and sees the keys up to there.
 
+Where a step has few tokens, up to NUM_SPLITS programs share a block's context, for one takes some 1.5 us for each
+64 keys, alone on its multiprocessor.  They share the tiles that every query of the block sees whole; the last one also
+takes those around the diagonal.  Each leaves a partial output and its base-2 log-sum-exp, which the last to arrive
+combines in the order of the shares, as in `decode`.  A context too short for two shares is written directly.
+
 Legend: T_pad / B_pad = tokens / requests with padding, NB = blocks, BS = block size, MB = blocks a
 row, Hq / Hkv = query / KV heads, D = head size.
 """
@@ -22,7 +27,14 @@ from mrv2_kernels._triton import cdiv, next_power_of_2, tl, triton
 from mrv2_kernels.aot_case import AotCase
 from mrv2_kernels.attention._reference import attend_paged
 from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check_inputs
+from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, arrivals_of
 from mrv2_kernels.gemm.unpack import unpacks
+
+# programs that a launch with splits aims at: two on each of 132 SMs
+_PROGRAMS = 264
+_MAX_SPLITS = 8
+# keys of a share at least, two tiles
+_MIN_SHARE = 128
 
 
 @triton.jit
@@ -49,6 +61,9 @@ def _paged_attention_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    arrivals_ptr,
     q_stride,
     out_stride,
     table_stride,
@@ -61,6 +76,9 @@ def _paged_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    # keys that a share has at least, a multiple of BLOCK_N
+    MIN_SHARE: tl.constexpr,
     PRECISION: tl.constexpr,
     UNPACK: tl.constexpr,
 ):
@@ -76,6 +94,22 @@ def _paged_attention_kernel(
         return
     seq_len = tl.load(seq_lens_ptr + request)
     first_position = seq_len - query_len + first_query
+    # tiles that the first query, hence every query, sees whole; then the ones around the diagonal
+    num_whole = (first_position + 1) // BLOCK_N * BLOCK_N
+    stop = tl.minimum(first_position + BLOCK_Q, seq_len)
+    first_key = 0
+    stop_whole = num_whole
+    num_shares = 1
+    if NUM_SPLITS > 1:
+        share = tl.maximum(tl.cdiv(tl.cdiv(num_whole, NUM_SPLITS), BLOCK_N) * BLOCK_N, MIN_SHARE)
+        num_shares = tl.maximum(tl.cdiv(num_whole, share), 1)
+        split = tl.program_id(2)
+        if split >= num_shares:
+            return
+        first_key = split * share
+        if split < num_shares - 1:
+            stop_whole = first_key + share
+            stop = stop_whole
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -94,9 +128,6 @@ def _paged_attention_kernel(
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
     table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
 
-    # tiles that the first query, hence every query, sees whole; then the ones around the diagonal
-    num_whole = (first_position + 1) // BLOCK_N * BLOCK_N
-    stop = tl.minimum(first_position + BLOCK_Q, seq_len)
     acc, row_max, row_sum = attend_tiles(
         q,
         acc,
@@ -106,8 +137,8 @@ def _paged_attention_kernel(
         k_ptr,
         v_ptr,
         table_ptr,
-        0,
-        num_whole,
+        first_key,
+        stop_whole,
         BLOCK_N,
         scale_log2,
         NUM_KV_HEADS * HEAD_DIM,
@@ -128,7 +159,7 @@ def _paged_attention_kernel(
         k_ptr,
         v_ptr,
         table_ptr,
-        num_whole,
+        stop_whole,
         stop,
         BLOCK_N,
         scale_log2,
@@ -143,7 +174,54 @@ def _paged_attention_kernel(
     )
     # an empty context has row_sum 0 and yields zeros
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
-    tl.store(out_ptr + tokens[:, None] * out_stride + columns, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptrs = out_ptr + tokens[:, None] * out_stride + columns
+    if NUM_SPLITS == 1:
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        if num_shares == 1:
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            # [T_pad, Hq, NUM_SPLITS]
+            parts = (tokens * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP) * NUM_SPLITS
+            lse = row_max + tl.log2(row_sum)
+            tl.store(partial_out_ptr + (parts + split)[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+            tl.store(partial_lse_ptr + parts + split, lse, mask=in_block)
+            # every thread's stores come before the arrival that publishes them
+            tl.debug_barrier()
+            arrivals = arrivals_ptr + program * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(arrivals, 1) == num_shares - 1:
+                tl.store(arrivals, 0)
+                acc = _combine(partial_out_ptr, partial_lse_ptr, parts, num_shares, mask, in_block, HEAD_DIM, BLOCK_D)
+                tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine(
+    partial_out_ptr,
+    partial_lse_ptr,
+    # [M]: of each row's first share
+    parts,
+    num_shares,
+    mask,
+    in_block,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Return [M, D], the shares of a block's rows combined: other programs wrote them, they are read in L2."""
+    dims = tl.arange(0, BLOCK_D)
+    top = tl.full([parts.shape[0]], float("-inf"), tl.float32)
+    for split in range(num_shares):
+        lse = tl.load(partial_lse_ptr + parts + split, mask=in_block, other=0.0, cache_modifier=".cg")
+        top = tl.maximum(top, lse)
+    out = tl.zeros([parts.shape[0], BLOCK_D], tl.float32)
+    total = tl.zeros([parts.shape[0]], tl.float32)
+    for split in range(num_shares):
+        lse = tl.load(partial_lse_ptr + parts + split, mask=in_block, other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(lse - top)
+        partial_ptrs = partial_out_ptr + (parts + split)[:, None] * HEAD_DIM + dims[None, :]
+        out += tl.load(partial_ptrs, mask=mask, other=0.0, cache_modifier=".cg") * weight[:, None]
+        total += weight
+    return out / total[:, None]
 
 
 def _tile_shape(dtype: torch.dtype, group: int, max_query_len: int) -> TileShape:
@@ -154,6 +232,18 @@ def _tile_shape(dtype: torch.dtype, group: int, max_query_len: int) -> TileShape
         return TileShape(block_m, block_n=32, num_warps=4, num_stages=1)
     # measured on an H200, as `mrv2 bench --layers` does
     return TileShape(block_m, block_n=64, num_warps=4, num_stages=3)
+
+
+def _num_splits(num_tokens: int, num_requests: int, num_kv_heads: int, block_q: int) -> int:
+    """Return how many programs may share a context, by the padded sizes alone: a power of two.
+
+    So many that full blocks of a prompt's queries, of which there are no more than tokens allow, fill the device.
+    """
+    num_blocks = cdiv(num_tokens, block_q)
+    if (num_blocks + num_requests) * num_kv_heads > MAX_SPLIT_PAIRS:
+        return 1
+    wanted = _PROGRAMS // (num_blocks * num_kv_heads)
+    return 1 << (min(max(wanted, 1), _MAX_SPLITS).bit_length() - 1)
 
 
 def paged_attention_triton(
@@ -176,10 +266,13 @@ def paged_attention_triton(
     max_query_len: int,
     # tile and warps instead of those that max_query_len picks
     shape: TileShape | None = None,
+    # programs that may share a context, a power of two, instead of what the padded sizes pick
+    num_splits: int | None = None,
 ) -> None:
     """Write the causal attention of every scheduled token over its request's cached context.
 
-    `max_query_len` (an upper bound) only picks the tile shape.  Raises `ValueError` for float64 (only
+    `max_query_len` (an upper bound) only picks the tile shape.  With splits, launches on one device share arrival
+    counters, so they must be ordered: on one stream, or by events.  Raises `ValueError` for float64 (only
     the torch twin computes that) and for layouts that the kernel cannot read.
     """
     check_inputs("paged_attention", q, k_cache, v_cache, out)
@@ -190,8 +283,16 @@ def paged_attention_triton(
         return
     group = num_heads // num_kv_heads
     shape = shape or _tile_shape(q.dtype, group, max_query_len)
-    num_programs = cdiv(num_tokens, shape.block_m // group) + num_requests
-    _paged_attention_kernel[(num_programs, num_kv_heads)](
+    block_q = shape.block_m // group
+    num_programs = cdiv(num_tokens, block_q) + num_requests
+    num_splits = num_splits or _num_splits(num_tokens, num_requests, num_kv_heads, block_q)
+    partial_out = partial_lse = arrivals = out
+    if num_splits > 1:
+        arrivals = arrivals_of(q.device)
+        parts = (num_tokens, num_heads, num_splits)
+        partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+    _paged_attention_kernel[(num_programs, num_kv_heads, num_splits)](
         q,
         k_cache,
         v_cache,
@@ -199,6 +300,9 @@ def paged_attention_triton(
         query_start_loc,
         seq_lens,
         out,
+        partial_out,
+        partial_lse,
+        arrivals,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
@@ -211,6 +315,8 @@ def paged_attention_triton(
         BLOCK_D=next_power_of_2(head_dim),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
+        NUM_SPLITS=num_splits,
+        MIN_SHARE=max(_MIN_SHARE, shape.block_n),
         PRECISION="ieee",
         UNPACK=unpacks(q, k_cache.dtype),
         num_warps=shape.num_warps,
@@ -237,8 +343,9 @@ def paged_attention_torch(
     scale: float,
     max_query_len: int,
     shape: TileShape | None = None,
+    num_splits: int | None = None,
 ) -> None:
-    """Reference of `paged_attention`, the implementation of the host backend."""
+    """Reference of `paged_attention`, the implementation of the host backend; never splits."""
     lengths = seq_lens.tolist()
     starts = query_start_loc[: len(lengths) + 1].tolist()
     query_lens = [stop - start for start, stop in pairwise(starts)]
@@ -252,13 +359,20 @@ def aot_cases() -> list[AotCase]:
     """Return a representative signature of each kernel of this module."""
     signature: dict[str, str] = {"scale_log2": "fp32"}
     signature |= dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), "*bf16")
-    signature |= dict.fromkeys(("block_tables_ptr", "query_start_loc_ptr", "seq_lens_ptr"), "*i32")
+    signature |= dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
+    signature |= dict.fromkeys(("block_tables_ptr", "query_start_loc_ptr", "seq_lens_ptr", "arrivals_ptr"), "*i32")
     signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "num_requests"), "i32")
     shape = _tile_shape(torch.bfloat16, group=2, max_query_len=1024)
     constants: dict[str, object] = {"NUM_KV_HEADS": 8, "GROUP": 2, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "BLOCK_D": 128}
-    constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "PRECISION": "ieee"}
+    constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "MIN_SHARE": _MIN_SHARE, "PRECISION": "ieee"}
     eight_bits = signature | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
     return [
-        AotCase(_paged_attention_kernel, each, constants | {"UNPACK": unpack}, num_warps=shape.num_warps)
+        AotCase(
+            _paged_attention_kernel,
+            each,
+            constants | {"NUM_SPLITS": num_splits, "UNPACK": unpack},
+            num_warps=shape.num_warps,
+        )
         for each, unpack in ((signature, False), (eight_bits, True))
+        for num_splits in (1, 4)
     ]
