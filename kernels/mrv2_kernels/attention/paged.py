@@ -1,14 +1,14 @@
 """Paged attention of a mixed batch: prefill chunks, decodes and whatever lies between, in one launch.
 
 A program owns a block of consecutive queries of one request and one KV head; the heads of the group
-that share it are packed beside the queries (row = query * group + head).  It finds its request by
-binary search: request b owns the programs from query_start_loc[b] // BLOCK_Q + b on, which leaves at
-least ceil(query_len / BLOCK_Q) for each, so the grid depends on padded sizes alone.
+that share it are packed beside the queries (row = query * group + head).  It looks for its request among
+all: request b owns the programs from query_start_loc[b] // BLOCK_Q + b on, which leaves at least
+ceil(query_len / BLOCK_Q) for each, so the grid depends on padded sizes alone.
 
 Query i of a request stands at position seq_len - query_len + i and sees the keys up to there.
 
-Where a step has few tokens, up to NUM_SPLITS programs share a block's context, for one takes some 1.5 us for each
-64 keys, alone on its multiprocessor.  They share the tiles that every query of the block sees whole; the last one also
+Where a step has few tokens, up to NUM_SPLITS programs share a block's context, for one alone takes some 1.1 us for
+each 64 keys on an H200.  They share the tiles that every query of the block sees whole; the last one also
 takes those around the diagonal.  Each leaves a partial output and its base-2 log-sum-exp, which the last to arrive
 combines in the order of the shares, as in `decode`.  A context too short for two shares is written directly.
 
@@ -30,26 +30,27 @@ from mrv2_kernels.attention._tiles import LOG2_E, TileShape, attend_tiles, check
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, arrivals_of
 from mrv2_kernels.gemm.unpack import unpacks
 
-# programs that a launch with splits aims at: two on each of 132 SMs
-_PROGRAMS = 264
+# programs that a launch with splits aims at: four for each of 132 SMs
+_PROGRAMS = 528
 _MAX_SPLITS = 8
-# keys of a share at least, two tiles
-_MIN_SHARE = 128
+# keys of a share at least, four tiles
+_MIN_SHARE = 256
 
 
 @triton.jit
 def _find_request(query_start_loc_ptr, num_requests, program, BLOCK_Q: tl.constexpr):
-    """Return the last request whose first program is not after `program`."""
-    low = 0
-    high = num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        first = tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle
-        if first <= program:
-            low = middle
-        else:
-            high = middle
-    return low
+    """Return the last request whose first program is not after `program`.
+
+    First programs ascend, so that it is one less than how many are not after it: loads that wait for each other, as a
+    binary search has them, take longer than to look at all.
+    """
+    count = 0
+    for first in range(0, num_requests, 128):
+        requests = first + tl.arange(0, 128)
+        starts = tl.load(query_start_loc_ptr + requests, mask=requests < num_requests, other=0)
+        is_before = (starts // BLOCK_Q + requests <= program) & (requests < num_requests)
+        count += tl.sum(is_before.to(tl.int32))
+    return count - 1
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -191,37 +192,60 @@ def _paged_attention_kernel(
             arrivals = arrivals_ptr + program * NUM_KV_HEADS + kv_head
             if tl.atomic_add(arrivals, 1) == num_shares - 1:
                 tl.store(arrivals, 0)
-                acc = _combine(partial_out_ptr, partial_lse_ptr, parts, num_shares, mask, in_block, HEAD_DIM, BLOCK_D)
-                tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+                _combine(
+                    partial_out_ptr,
+                    partial_lse_ptr,
+                    out_ptr + tokens * out_stride + (kv_head * GROUP + rows % GROUP) * HEAD_DIM,
+                    parts,
+                    num_shares,
+                    in_block,
+                    HEAD_DIM,
+                    BLOCK_M,
+                    BLOCK_D,
+                    NUM_SPLITS,
+                )
 
 
 @triton.jit
 def _combine(
     partial_out_ptr,
     partial_lse_ptr,
+    # [M]
+    out_rows,
     # [M]: of each row's first share
     parts,
     num_shares,
-    mask,
+    # [M]
     in_block,
     HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
 ):
-    """Return [M, D], the shares of a block's rows combined: other programs wrote them, they are read in L2."""
-    dims = tl.arange(0, BLOCK_D)
-    top = tl.full([parts.shape[0]], float("-inf"), tl.float32)
-    for split in range(num_shares):
-        lse = tl.load(partial_lse_ptr + parts + split, mask=in_block, other=0.0, cache_modifier=".cg")
-        top = tl.maximum(top, lse)
-    out = tl.zeros([parts.shape[0], BLOCK_D], tl.float32)
-    total = tl.zeros([parts.shape[0]], tl.float32)
-    for split in range(num_shares):
-        lse = tl.load(partial_lse_ptr + parts + split, mask=in_block, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(lse - top)
-        partial_ptrs = partial_out_ptr + (parts + split)[:, None] * HEAD_DIM + dims[None, :]
-        out += tl.load(partial_ptrs, mask=mask, other=0.0, cache_modifier=".cg") * weight[:, None]
-        total += weight
-    return out / total[:, None]
+    """Store the shares of a block's rows combined: other programs wrote them, they are read in L2."""
+    splits = tl.arange(0, NUM_SPLITS)
+    lse = tl.load(
+        partial_lse_ptr + parts[:, None] + splits[None, :],
+        mask=in_block[:, None] & (splits < num_shares)[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    # rows of no query weigh nothing, by 1 and not by 0
+    weights = tl.exp2(lse - tl.where(in_block, tl.max(lse, axis=1), 0.0)[:, None])
+    weights = tl.where(in_block[:, None], weights, 1.0)
+    weights = weights / tl.sum(weights, axis=1)[:, None]
+    # a few columns at a time, whose loads wait for nothing, nor for each other: registers hold no more
+    COLUMNS: tl.constexpr = 64
+    for first in tl.range(0, BLOCK_D, COLUMNS):
+        dims = first + tl.arange(0, COLUMNS)
+        mask = in_block[:, None] & (dims < HEAD_DIM)[None, :]
+        out = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        for split in tl.static_range(NUM_SPLITS):
+            weight = tl.sum(tl.where(splits[None, :] == split, weights, 0.0), axis=1)
+            partial_ptrs = partial_out_ptr + (parts + split)[:, None] * HEAD_DIM + dims[None, :]
+            partial = tl.load(partial_ptrs, mask=mask & (split < num_shares), other=0.0, cache_modifier=".cg")
+            out += partial * weight[:, None]
+        tl.store(out_rows[:, None] + dims[None, :], out.to(out_rows.dtype.element_ty), mask=mask)
 
 
 def _tile_shape(dtype: torch.dtype, group: int, max_query_len: int) -> TileShape:

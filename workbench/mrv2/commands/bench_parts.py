@@ -25,7 +25,7 @@ _GPU_MODEL = "qwen3-0.6b"
 # a measurement neither compiles nor captures
 _WARM: dict[str, Any] = {"warm_up": "all"}
 # values of `prefill_chunk` beside which decodes are watched on a GPU
-_CHUNKS = (0, 2048, 1024, 512, 256)
+_CHUNKS = (0, 1024, 512, 256, 128, 64)
 
 
 # flags of the command that say how workloads are measured
