@@ -162,17 +162,35 @@ gained
 gained.check(...)
 
 # %% [markdown]
+# Two knobs are about the last microseconds. With `fetch_ahead` a graph brings from pinned memory what the host has already written for the next step, while its
+# logits are computed; off, the next graph begins with that. With `output_wait="sleep"` a host that waits gives its core away and is woken late, on a core that
+# has cooled down; with `"spin"` it asks again and again. **Look for** who gains from spinning, and why async scheduling makes so little of it. (Sleeping and
+# spinning were measured on two machines, `fetch_ahead` in one run.)
+
+# %%
+table(
+    {
+        "fetch_ahead off": speeds("fetch-ahead", "v2 async graphs=step fetch_ahead=False"),
+        "on": speeds("fetch-ahead", "v2 async graphs=step fetch_ahead=True"),
+        "sync, sleep": speeds("graphs-step-both", "v2 sync"),
+        "sync, spin": speeds("graphs-step-spin", "v2 sync"),
+        "async, sleep": speeds("graphs-step-both", "v2 async"),
+        "async, spin": speeds("graphs-step-spin", "v2 async"),
+    }
+)
+
+# %% [markdown]
 # ## Job 2: products of few rows
 #
 # All four products of 28 layers, microseconds; reading the weights takes 199. A kernel that fetches its weights *before its input is there*
 # ([dependent launch](../docs/glossary.md#dependent-launch)) hides most of the reading under its predecessor. "none ahead" is the same kernels without that.
 # The last column are products on the tensor cores of a [warp group](../docs/glossary.md#warp-group), which leave [partial sums](../docs/glossary.md#partial-sums)
-# to the norm behind them. **Look for** the batch at which fetching ahead no longer pays, and for the column that has no such batch.
+# to the norm behind them. **Look for** the batch at which each column loses to the library, and for the one that holds out longest.
 
 # %%
 gemms, in_parts = record("gemms"), record("products-in-parts")
 by_rows: dict[str, dict[int, float]] = {}
-# the second is a script's, from after the first
+# the second is a script's, from before the first: what the first has no chain of
 for chain in [*gemms["chains"], *in_parts["chains"]]:
     if chain["microseconds"]:
         column = by_rows.setdefault(chain["name"].removeprefix("fastest "), {})
@@ -215,7 +233,7 @@ rows_at = Exercise(
     check=lambda a: a == won,
     hints=[
         "Compare the last two columns, line by line.",
-        "One row needs no tensor cores: two columns are close there. Layers of 1 and 2 rows take the norm into the parts as well, which is not in this table.",
+        "Up to two rows the parts take in a norm as well.",
     ],
     solution="answer = min((n for n, us in parts.items() if us < fused.get(n, us)), default=0)",
     refuses=[rows for rows in (1, 4, 32, 64) if rows != won],
@@ -327,8 +345,8 @@ print(f"of the last step, longest first alone, workload e: {-longest['e_ms'] / 5
 #
 # * **Streaming weights through L2** (`gemm/streamed.py`): prefetched before the wait, read after it. The second hop costs more than the library loses.
 # * **Resident weights at 64 rows and more** (`gemm/resident.py`): every program reads the whole input anew, which then outweighs the weights.
-# * **Norms, activation and additions inside the products at 64 rows**: each program reads and normalises the whole input anew. Up to 32 rows it paid, until
-#   products in parts left the norm outside and the additions to it; those take the norm in for 1 and 2 rows only, for at 8 it costs them 18 %.
+# * **Norms, activation and additions inside the products**: each program reads and normalises the whole input anew. It paid up to 32 rows while whole products
+#   were slower than they are now, and pays for one row since; products in parts take the norm in for 1 and 2 rows only, for at 8 it costs them 18 %.
 # * **Launching fused attention ahead** (`fused pdl`): a gain at some shapes, a loss at others; it is decided shape by shape.
 # * **The fused attention at 256 requests, launch by launch**: the chain is faster there. In a forward pass, with tiles of few keys in one warp, it is not.
 # * **Splits of long contexts and fewer registers for mixed batches**: up to 4 % of workload `e`, but 4 % and more lost with 64 contexts of one length.

@@ -16,7 +16,7 @@ from mrv2.bench.bandwidth import DeviceLimits, Limit, measure_limits, measure_ma
 from mrv2.bench.environment import source_root
 from mrv2.bench.harness import VariantResult, compare, disagreements, make_variants, measure, overlap_gain, same_tokens
 from mrv2.bench.record import WorkloadResult, cost_card, headline, make_record, read_record, write_record
-from mrv2.bench.serving import ServedRun, serve
+from mrv2.bench.serving import ServedRun, StepProfile, serve
 from mrv2.bench.workloads import BenchRequest, Workload, make_workload
 from mrv2.config import Knobs
 from mrv2.device import make_device
@@ -62,6 +62,22 @@ def test_comparisons_hold_all_other_knobs_equal() -> None:
     assert found["async_scheduling", "v2 async"].reached == pytest.approx(2.0)
     # without a recorded pass nothing is known of h and d
     assert found["async_scheduling", "v2 async"].expected is None
+
+
+def test_overlap_is_judged_by_passes_that_were_recorded_alike() -> None:
+    """A recorder makes the host slower, so its h promises more than runs without it can show."""
+    variants, _ = make_variants(Knobs(), {"async_scheduling": (False, True)})
+    rates, steps = {"v2 sync": 10.0, "v2 async": 12.0}, {"v2 sync": 1.4, "v2 async": 1.0}
+    results = [
+        VariantResult(
+            variant,
+            [served(rates[variant.label])],
+            StepProfile(64, steps[variant.label], 0.3, 1.0, None, None, {}, {}, {}, 0),
+        )
+        for variant in variants
+    ]
+    (found,) = compare(results, {"async_scheduling": (False, True)})
+    assert (found.reached, found.expected, found.recorded) == pytest.approx((1.2, 1.3, 1.4))
 
 
 def test_median_and_digest() -> None:

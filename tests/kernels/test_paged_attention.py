@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrv2_kernels.attention import _reference
+from mrv2_kernels.attention import _reference, paged
 from mrv2_kernels.attention.paged import _num_splits, paged_attention
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, arrivals_of
 from paged_cases import UNTOUCHED, PagedCase, paged_case
@@ -73,10 +73,13 @@ def test_edges_of_blocks_and_tiles(twin: str, length: int) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 64), (3, 1, 96)])
-def test_programs_share_a_context(heads: int, kv_heads: int, dim: int, num_splits: int) -> None:
+def test_programs_share_a_context(
+    heads: int, kv_heads: int, dim: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Contexts of no whole tile, of less than a share, of shares exactly, and with a last one that is short."""
+    monkeypatch.setattr(paged, "_MIN_SHARE", 128)
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
-    case = paged_case([1, 0, 20, 40, 1, 3, 33], [9, 0, 276, 552, 512, 1050, 33], padding=2, **shape)
+    case = paged_case([1, 0, 20, 40, 1, 3, 33], [9, 0, 148, 296, 256, 520, 33], padding=2, **shape)
     _check("triton", case, num_splits)
     arrivals = arrivals_of(torch.device("cpu"))
     assert not arrivals.any(), "the next launch finds the counters as it needs them"
@@ -84,9 +87,10 @@ def test_programs_share_a_context(heads: int, kv_heads: int, dim: int, num_split
     assert torch.equal(_attend("triton", case, num_splits), _attend("triton", case, num_splits))
 
 
-def test_shares_of_a_cache_of_eight_bit_floats() -> None:
+def test_shares_of_a_cache_of_eight_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "_MIN_SHARE", 64)
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
-    _check("triton", paged_case([1, 40], [600, 840], cache_dtype=FP8, **shape), 4)
+    _check("triton", paged_case([1, 40], [300, 420], cache_dtype=FP8, **shape), 4)
 
 
 def test_how_many_share_is_a_matter_of_padded_sizes() -> None:

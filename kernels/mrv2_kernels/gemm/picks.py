@@ -5,11 +5,12 @@ weights alone, never of what else runs: so a token's arithmetic is the same in e
 of rows.  Numbers of rows between two that were measured take the greater one's plan.  Whatever lies beyond the table
 is the library's.
 
-The plans of the H200 are those of `mrv2 bench --gemms` (traces/bench/h200-gemms.json, h200-gemms-fp8.json), but for the
-``parts`` and the logits.  Those are of scripts: chosen in forward passes with attention (h200-products-in-parts.json,
-h200-forward-tuning-parts.json), where 2 rows have the plans of 1, 4 rows those of 8, and 192 rows the tiles of 128,
-smaller ones for gate and up; and behind a few layers (h200-logits.json), where 16 rows have the plan of 8 with a tile
-of their own.
+The plans of the H200 are those of `mrv2 bench --gemms` (traces/bench/h200-gemms-plans.json, h200-gemms-fp8.json), but
+for the ``parts`` and the logits.  Those are of scripts: chosen in forward passes with attention
+(h200-products-in-parts.json, h200-forward-tuning-parts.json), where 2 rows have the plans of 1 and 4 rows those of 8;
+and behind a few layers (h200-logits.json), where 16 rows have the plan of 8 with a tile of their own.  192 rows have
+those of a later h200-gemms.json: steps of 192 requests with mixed contexts took 4,890 us with these and 5,146 with the
+tiles of 64 before; at 128 rows, 3,521 and 3,550, and 256, nothing was to be gained (h200-picks-in-steps.json).
 """
 
 from __future__ import annotations

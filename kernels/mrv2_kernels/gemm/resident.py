@@ -22,11 +22,11 @@ Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): they wait
 (`gemm.unpack`).  There a thread holds four weights of a row in one word, so the columns of a chunk are multiplied in
 another order than 16-bit ones.
 
-Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 421 us at 8 rows (562
-without starting ahead; the library 630), 433 at 16, 635 at 32 and 1,014 at 64 (the library 658 and 677): x, which each
-program reads anew, outweighs what is gained.  With kernels for norms, activation and additions between them 498 us at
-8 rows, 521 at 16, 708 at 32; taking those in 466, 470, 684, and 1,343 against 794 at 64.  Layers of 16-bit weights are
-faster by `gemm.warpgroup` at every number of rows that was measured.
+Measured on an H200 (traces/bench/h200-gemms-plans.json), all four products of Qwen3-0.6B's 28 layers: 421 us at 8 rows
+(562 without starting ahead; the library 630), 433 at 16, 635 at 32 and 1,014 at 64 (the library 658 and 677): x, which
+each program reads anew, outweighs what is gained. With kernels for norms, activation and additions between them 498 us
+at 8 rows, 521 at 16, 708 at 32; taking those in 466, 470, 684, and 1,343 against 794 at 64. Layers of 16-bit weights
+are faster by `gemm.warpgroup` at every number of rows that was measured.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A program asks for its whole strip of weights to be brought into L2 before it wa
 (`mrv2_kernels.gemm.pdl`), then runs a pipelined loop over blocks of inputs.  Against `gemm.resident` the weights
 take one more hop after the wait, but a program needs little shared memory and any dtype and shape will do.
 
-Measured on an H200 (traces/bench/h200-gemms.json), all four products of Qwen3-0.6B's 28 layers: 825 us at 8 rows, 917
-at 32 and 726 at 64, where the library takes 630, 658 and 677, and `gemm.warpgroup`, measured since, 311, 354 and 411.
-It is picked nowhere: L2 does not hide the hop.
+Measured on an H200 (traces/bench/h200-gemms-plans.json), all four products of Qwen3-0.6B's 28 layers: 825 us at 8
+rows, 917 at 32 and 726 at 64, where the library takes 630, 658 and 677, and `gemm.warpgroup`, measured since, 311, 354
+and 411. It is picked nowhere: L2 does not hide the hop.
 
 Weights may be 8-bit floats with a scale for each output (`gemm.fp8`): half the traffic, converted in registers
 (`gemm.unpack`).  The variant ``turned`` computes the transpose, weight @ x.T: from compute capability 9.0 on, tensor

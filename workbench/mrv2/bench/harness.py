@@ -125,6 +125,8 @@ class Comparison:
     # async scheduling only: what the overlap of host time h and device time d a step of the sync run
     # should bring, (h + d) / max(h, d)
     expected: float | None = None
+    # and what it brought in the recorded passes, of which h and d are: recording makes the host slower
+    recorded: float | None = None
 
 
 def compare(results: Sequence[VariantResult], axes: Axes) -> list[Comparison]:
@@ -138,10 +140,13 @@ def compare(results: Sequence[VariantResult], axes: Axes) -> list[Comparison]:
             twin = next((r for r in results if r.variant.setting == {**setting, knob: values[0]}), None)
             if twin is None:
                 continue
-            expected = None
+            expected = recorded = None
             if knob == "async_scheduling" and setting[knob] and twin.profile is not None:
                 expected = overlap_gain(twin.profile.host_ms, twin.profile.device_ms)
-            found.append(Comparison(knob, twin.variant.label, result.variant.label, result.rate / twin.rate, expected))
+                if result.profile is not None:
+                    recorded = twin.profile.step_ms / result.profile.step_ms
+            reached = result.rate / twin.rate
+            found.append(Comparison(knob, twin.variant.label, result.variant.label, reached, expected, recorded))
     return found
 
 

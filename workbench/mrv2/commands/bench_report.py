@@ -110,7 +110,9 @@ def _comparison(comparison: dict[str, Any]) -> str:
     text = f"{comparison['changed']}: {comparison['reached']:.2f} x {comparison['baseline']}"
     if comparison["expected"] is None:
         return text
-    return f"{text}; (h + d) / max(h, d) of the sync run: {comparison['expected']:.2f}"
+    text = f"{text}; (h + d) / max(h, d) of the sync run: {comparison['expected']:.2f}"
+    recorded = comparison["recorded"]
+    return text if recorded is None else f"{text}, in the recorded passes: {recorded:.2f} x"
 
 
 def _stages(variant: dict[str, Any]) -> str:
