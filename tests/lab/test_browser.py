@@ -135,7 +135,8 @@ def test_a_reloaded_page_shows_what_is_current_and_stop_stops(lab: LabPage, base
     lab.open("quickstart.ipynb")
     # the output of the saved notebook finds its widget again in the kernel that lives on
     lab.wait("() => document.querySelector('[data-knob=queue_depth]')?.selectedOptions[0]?.textContent === '1'")
-    lab.wait("() => document.querySelector('.streams .token') && document.querySelector('.timeline .main-svg')")
+    lab.wait("() => document.querySelector('.streams .token')")
+    lab.wait("() => document.querySelector('.timeline .main-svg')")
     number = lab.page.evaluate(WINDOW)
     lab.wait(f"() => ({WINDOW})() > {number}")
     lab.page.locator("[data-act=stop]").click()
