@@ -343,6 +343,8 @@ class PanelView {
       this.timelineView = view;
       this.timelinePlace.replaceChildren(view.el);
     } catch (error) {
+      // a page that was reloaded may hear of the panel before it hears of the timeline: the next window tries again
+      this.timelineId = null;
       this.timelinePlace.textContent = `the timeline cannot be shown here: ${error.message || error}`;
     }
   }
@@ -350,6 +352,7 @@ class PanelView {
   drawWindow() {
     const window = this.model.get("window");
     if (!window.number) return;
+    this.attachTimeline();
     const percent = (share) => (share == null ? "n/a" : `${(100 * share).toFixed(0)} %`);
     this.windowNote.textContent = `Steps ${window.first} to ${window.first + window.steps - 1}: ${percent(window.overlap)} of the host's work overlapped with the device, device idle ${percent(window.idle)}.`;
     this.root.dataset.window = window.number;
