@@ -147,6 +147,13 @@ def test_steps_as_they_grow_are_those_of_the_record() -> None:
     host = {each["num_requests"]: 1e3 * each["host_ms"] for each in points if each["context"] == 128}
     assert f"{rate[1, 128]:,.0f} tok/s at one request with 128 tokens of context, {rate[512, 128]:,.0f} at 512" in text
     at_8, at_512 = f"{host[8]:.0f}", f"{host[512]:.0f}"
+    slept = {
+        each["num_requests"]: 1e3 * each["host_ms"]
+        for each in record("growth-sleep")["points"]
+        if each["context"] == 128
+    }
+    ratio = f"{slept[512] / slept[8]:.1f} times ({slept[8]:.0f} and {slept[512]:.0f}, `h200-growth-sleep.json`)"
+    assert f"with more visits, {ratio}" in text
     assert f"The host takes {at_8} us a step at 8 requests and {at_512} at 512, {host[512] / host[8]:.1f} times" in text
 
 
