@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,25 @@ class PagedCase:
     def empty_out(self) -> torch.Tensor:
         """Return an output tensor whose every value betrays whether it was written."""
         return torch.full(self.q.shape, UNTOUCHED, dtype=self.q.dtype, device=self.q.device)
+
+    def attend(
+        self, op: Callable[..., None], *, max_query_len: int | None = None, num_splits: int | None = None
+    ) -> torch.Tensor:
+        """Return what `paged_attention`, or one of its twins, makes of the case."""
+        out = self.empty_out()
+        op(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            self.query_start_loc,
+            self.seq_lens,
+            out,
+            scale=self.scale,
+            max_query_len=max_query_len or self.max_query_len,
+            num_splits=num_splits,
+        )
+        return out
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

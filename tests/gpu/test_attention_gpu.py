@@ -49,18 +49,7 @@ def test_mixed_batch(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     case = _case(query_lens, seq_lens, shape, dtype=dtype, padding=3)
     # an upper bound picks the tile shape; the answer must not depend on it
     for max_query_len in (300, 2048):
-        out = case.empty_out()
-        paged_attention(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.block_tables,
-            case.query_start_loc,
-            case.seq_lens,
-            out,
-            scale=case.scale,
-            max_query_len=max_query_len,
-        )
+        out = case.attend(paged_attention, max_query_len=max_query_len)
         _check(out, case)
         assert (out[len(case.expected) :] == UNTOUCHED).all()
 
@@ -74,20 +63,7 @@ def test_programs_share_the_contexts_of_a_mixed_batch(
     query_lens = [1, 0, 17, 300, 1, 5, 64, 1, 128, 33]
     seq_lens = [1, 0, 17, 900, 2048, 4096, 64, 257, 2048, 1056]
     case = _case(query_lens, seq_lens, shape, dtype=dtype, padding=3)
-    outs = [case.empty_out() for _ in range(20)]
-    for out in outs:
-        paged_attention(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.block_tables,
-            case.query_start_loc,
-            case.seq_lens,
-            out,
-            scale=case.scale,
-            max_query_len=300,
-            num_splits=num_splits,
-        )
+    outs = [case.attend(paged_attention, max_query_len=300, num_splits=num_splits) for _ in range(20)]
     _check(outs[0], case)
     assert (outs[0][len(case.expected) :] == UNTOUCHED).all()
     assert all(torch.equal(out, outs[0]) for out in outs), "the order of the sum is that of the shares"
@@ -153,19 +129,7 @@ def test_a_captured_decode_follows_lengths_and_tables_that_change() -> None:
 def test_a_cache_of_eight_bit_floats(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     kept = {"dtype": dtype, "cache_dtype": torch.float8_e4m3fn, "padding": 3}
     case = _case([1, 0, 17, 300, 1, 64], [1, 0, 17, 900, 4096, 64], shape, **kept)
-    out = case.empty_out()
-    paged_attention(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.block_tables,
-        case.query_start_loc,
-        case.seq_lens,
-        out,
-        scale=case.scale,
-        max_query_len=300,
-    )
-    _check(out, case)
+    _check(case.attend(paged_attention, max_query_len=300), case)
     case = _case([1] * 5, [1, 31, 900, 2048, 4096], shape, **kept)
     for num_splits in (1, 8):
         out = case.empty_out()[: len(case.seq_lens)]

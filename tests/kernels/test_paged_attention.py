@@ -16,20 +16,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 
 
 def _attend(twin: str, case: PagedCase, num_splits: int | None = None) -> torch.Tensor:
-    out = case.empty_out()
-    getattr(paged_attention, twin)(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.block_tables,
-        case.query_start_loc,
-        case.seq_lens,
-        out,
-        scale=case.scale,
-        max_query_len=case.max_query_len,
-        num_splits=num_splits,
-    )
-    return out
+    return case.attend(getattr(paged_attention, twin), num_splits=num_splits)
 
 
 def _check(twin: str, case: PagedCase, num_splits: int | None = None) -> None:
@@ -142,6 +129,15 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
             max_query_len=case.max_query_len,
         )
         torch.testing.assert_close(alone, together[rows], rtol=1e-13, atol=1e-13)
+
+
+def test_splits_that_no_counters_or_tiles_are_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = paged_case([1], [4], num_heads=2, num_kv_heads=1, head_dim=64)
+    with pytest.raises(ValueError, match="num_splits=3 must be a power of two"):
+        _attend("triton", case, 3)
+    monkeypatch.setattr(paged, "MAX_SPLIT_PAIRS", 1)
+    with pytest.raises(ValueError, match="exceed 1 pairs"):
+        _attend("triton", case, 2)
 
 
 def test_float64_is_refused_by_triton_with_the_remedy() -> None:

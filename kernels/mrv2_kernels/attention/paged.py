@@ -271,13 +271,18 @@ def _tile_shape(dtype: torch.dtype, group: int, max_query_len: int) -> TileShape
     return TileShape(block_m, block_n=64, num_warps=4, num_stages=3)
 
 
+def _has_counters(num_programs: int, num_kv_heads: int) -> bool:
+    """Say whether each block and KV head has a counter of arrivals."""
+    return num_programs * num_kv_heads <= MAX_SPLIT_PAIRS
+
+
 def _num_splits(num_tokens: int, num_requests: int, num_kv_heads: int, block_q: int) -> int:
     """Return how many programs may share a context, by the padded sizes alone: a power of two.
 
     So many that full blocks of a prompt's queries, of which there are no more than tokens allow, fill the device.
     """
     num_blocks = cdiv(num_tokens, block_q)
-    if (num_blocks + num_requests) * num_kv_heads > MAX_SPLIT_PAIRS:
+    if not _has_counters(num_blocks + num_requests, num_kv_heads):
         return 1
     wanted = _PROGRAMS // (num_blocks * num_kv_heads)
     return 1 << (min(max(wanted, 1), _MAX_SPLITS).bit_length() - 1)
@@ -310,7 +315,7 @@ def paged_attention_triton(
 
     `max_query_len` (an upper bound) only picks the tile shape.  With splits, launches on one device share arrival
     counters, so they must be ordered: on one stream, or by events.  Raises `ValueError` for float64 (only
-    the torch twin computes that) and for layouts that the kernel cannot read.
+    the torch twin computes that), for layouts that the kernel cannot read and for a `num_splits` that it cannot serve.
     """
     check_inputs("paged_attention", q, k_cache, v_cache, out)
     num_tokens, num_heads, head_dim = q.shape
@@ -325,6 +330,11 @@ def paged_attention_triton(
     num_splits = num_splits or _num_splits(num_tokens, num_requests, num_kv_heads, block_q)
     partial_out = partial_lse = arrivals = out
     if num_splits > 1:
+        if num_splits & (num_splits - 1) or not _has_counters(num_programs, num_kv_heads):
+            raise ValueError(
+                f"paged_attention: num_splits={num_splits} must be a power of two, and 1 where {num_programs} blocks x "
+                f"{num_kv_heads} KV heads exceed {MAX_SPLIT_PAIRS} pairs; leave it out to have it picked"
+            )
         arrivals = arrivals_of(q.device)
         parts = (num_tokens, num_heads, num_splits)
         partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)

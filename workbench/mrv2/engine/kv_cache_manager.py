@@ -118,6 +118,7 @@ class KVCacheManager:
         blocks = self.pool.allocate(len(requests) * num_groups)
         self._fresh += blocks
         if num_groups == 1:
+            # what the loop below does, at less than half of its cost: a step of many decodes comes here often
             for request, block in zip(requests, blocks, strict=True):
                 request.block_ids[0].append(block)
                 request.capacity += self.block_size

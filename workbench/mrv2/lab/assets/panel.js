@@ -344,7 +344,7 @@ class PanelView {
       this.timelinePlace.replaceChildren(view.el);
     } catch (error) {
       // a page that was reloaded may hear of the panel before it hears of the timeline: the next window tries again
-      this.timelineId = null;
+      if (this.timelineId === id) this.timelineId = null;
       this.timelinePlace.textContent = `the timeline cannot be shown here: ${error.message || error}`;
     }
   }
