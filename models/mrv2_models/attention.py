@@ -117,6 +117,7 @@ def attend(
             out,
             scale=scale,
             max_query_len=attn.max_query_len,
+            pdl=has_pdl(q),
         )
     return out
 

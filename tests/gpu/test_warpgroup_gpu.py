@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -15,11 +16,13 @@ import torch
 
 from mrv2_kernels._triton import cdiv, tl, triton
 from mrv2_kernels.attention.order import longest_first
+from mrv2_kernels.attention.paged import paged_attention
 from mrv2_kernels.gemm import LinearPlan, add_partials, linear, linear_of_sums, linear_parts, why_not
 from mrv2_kernels.gemm.pdl import gdc_launch_dependents, gdc_wait, has_pdl
 from mrv2_kernels.inputs.commit import commit_decode
 from mrv2_kernels.inputs.decode import prepare_decode_inputs
 from mrv2_kernels.layers import embed_norm, rms_norm
+from paged_cases import paged_case
 
 pytestmark = pytest.mark.gpu
 
@@ -297,7 +300,29 @@ class Kernel:
 
 def _kernels(num_rows: int) -> dict[str, Kernel]:
     """Return the kernels of a step that start ahead, and whose reads are contiguous and of one size class."""
-    return _layer_kernels(num_rows) | _edge_kernels(num_rows)
+    return _layer_kernels(num_rows) | _edge_kernels(num_rows) | _attention_kernels(num_rows)
+
+
+def _attention_kernels(num_rows: int) -> dict[str, Kernel]:
+    """Attention of decodes beside a chunk of a prompt, whose context is shared or not; its lengths are there before."""
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    case = paged_case(
+        [1] * num_rows + [40], [33] * num_rows + [1100], **heads, dtype=torch.bfloat16, device="cuda", padding=2
+    )
+
+    def attention(num_splits: int) -> Callable[..., torch.Tensor]:
+        def call(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+            late = replace(case, q=q, k_cache=k_cache, v_cache=v_cache)
+            return late.attend(partial(paged_attention, pdl=True), num_splits=num_splits)
+
+        return call
+
+    # what no query sees is NaN, which a comparison would not find equal
+    caches = {"k_cache": case.k_cache.nan_to_num(), "v_cache": case.v_cache.nan_to_num()}
+    return {
+        f"attention of {num_splits} splits": Kernel(attention(num_splits), q=case.q.contiguous(), **caches)
+        for num_splits in (1, 4)
+    }
 
 
 def _edge_kernels(num_rows: int) -> dict[str, Kernel]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mrv2_kernels.attention import _reference, paged
-from mrv2_kernels.attention.paged import _num_splits, paged_attention
+from mrv2_kernels.attention import _reference, mixed_plan
+from mrv2_kernels.attention.mixed_plan import MixedPlan
+from mrv2_kernels.attention.paged import paged_attention
 from mrv2_kernels.attention.plan import MAX_SPLIT_PAIRS, arrivals_of
 from paged_cases import UNTOUCHED, PagedCase, paged_case
 
@@ -64,7 +67,7 @@ def test_programs_share_a_context(
     heads: int, kv_heads: int, dim: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts of no whole tile, of less than a share, of shares exactly, and with a last one that is short."""
-    monkeypatch.setattr(paged, "_MIN_SHARE", 128)
+    monkeypatch.setattr(mixed_plan, "_MIN_SHARE", 128)
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
     case = paged_case([1, 0, 20, 40, 1, 3, 33], [9, 0, 148, 296, 256, 520, 33], padding=2, **shape)
     _check("triton", case, num_splits)
@@ -75,18 +78,58 @@ def test_programs_share_a_context(
 
 
 def test_shares_of_a_cache_of_eight_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "_MIN_SHARE", 64)
+    monkeypatch.setattr(mixed_plan, "_MIN_SHARE", 64)
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
     _check("triton", paged_case([1, 40], [300, 420], cache_dtype=FP8, **shape), 4)
 
 
 def test_how_many_share_is_a_matter_of_padded_sizes() -> None:
     """Steps of few tokens need them; steps that fill the device, and more programs than counters, do without."""
+
     # Qwen3-0.6B: 8 KV heads, 32 queries a block
-    found = {tokens: _num_splits(tokens, 64, 8, 32) for tokens in (32, 64, 128, 320, 576, 1024, 8192)}
+    def plan(num_tokens: int, num_requests: int) -> MixedPlan:
+        return mixed_plan.mixed_plan(num_tokens, num_requests, 8, 2, 1024, torch.bfloat16)
+
+    found = {tokens: plan(tokens, 64).num_splits for tokens in (32, 64, 128, 320, 576, 1024, 8192)}
     assert found == {32: 8, 64: 8, 128: 8, 320: 4, 576: 2, 1024: 2, 8192: 1}
-    assert _num_splits(32, MAX_SPLIT_PAIRS // 8, 8, 32) == 1
+    assert plan(32, MAX_SPLIT_PAIRS // 8).num_splits == 1
     assert all(splits & (splits - 1) == 0 for splits in found.values())
+    assert {plan(tokens, 64).min_share for tokens in (32, 320)} == {512, 1024}
+    # what rows an engine has beyond its tokens costs nothing
+    assert plan(96, 512).num_programs == plan(96, 96).num_programs == 1056
+    assert plan(8192, 512).num_programs == (512 + (8192 - 512) // 32) * 8
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=40), st.integers(0, 40), st.integers(0, 50))
+def test_a_launch_has_programs_for_all_blocks(query_lens: list[int], more_requests: int, more_tokens: int) -> None:
+    num_tokens = sum(query_lens) + more_tokens
+    if num_tokens:
+        plan = mixed_plan.mixed_plan(
+            num_tokens, len(query_lens) + more_requests, 2, 4, max(query_lens), torch.bfloat16, num_splits=1
+        )
+        block_q = plan.tile.block_m // 4
+        assert plan.num_programs >= 2 * sum(-(-n // block_q) for n in query_lens)
+
+
+@pytest.mark.parametrize("num_splits", [2, 8])
+def test_a_program_goes_on_while_there_is_work(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no request, of several, of the shares of one; any number of programs gives the same bits."""
+    monkeypatch.setattr(mixed_plan, "_MIN_SHARE", 64)
+    case = paged_case([1, 0, 40, 3, 9], [200, 0, 420, 3, 33], num_heads=4, num_kv_heads=2, head_dim=64, padding=2)
+    outs = []
+    for most in (1, 6, 1 << 20):
+        monkeypatch.setattr(mixed_plan, "_MAX_PROGRAMS", most)
+        _check("triton", case, num_splits)
+        outs.append(_attend("triton", case, num_splits))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def test_more_requests_than_a_program_looks_at_at_once() -> None:
+    lengths = {0: 1, 7: 3, 128: 1, 170: 2, 299: 1}
+    query_lens = [lengths.get(request, 0) for request in range(300)]
+    case = paged_case(query_lens, [2 * n for n in query_lens], num_heads=2, num_kv_heads=1, head_dim=64)
+    _check("triton", case)
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -135,8 +178,8 @@ def test_splits_that_no_counters_or_tiles_are_for_are_refused(monkeypatch: pytes
     case = paged_case([1], [4], num_heads=2, num_kv_heads=1, head_dim=64)
     with pytest.raises(ValueError, match="num_splits=3 must be a power of two"):
         _attend("triton", case, 3)
-    monkeypatch.setattr(paged, "MAX_SPLIT_PAIRS", 1)
-    with pytest.raises(ValueError, match="exceed 1 pairs"):
+    monkeypatch.setattr(mixed_plan, "MAX_SPLIT_PAIRS", 1)
+    with pytest.raises(ValueError, match="more than 1 pairs"):
         _attend("triton", case, 2)
 
 

@@ -14,18 +14,18 @@ A kernel of this kind says at once that its successor may start (`gdc_launch_dep
 2. Before the wait nothing is read but weights, which no kernel of a step writes, and what was written before the
    last gate in front of this one.  A gate is an ordinary launch, which starts when all before it have ended, or one
    that waits before it lets its successor start: whatever begins behind it begins after all before it have ended.
-   Decode attention reads so lengths, positions, block tables and the order of a large batch, which the preparation of
-   the step and the start of its forward pass write, and the cached context, of which the step before wrote the last
-   token.  The gate in between is the lookup of embeddings.  The second launches of the sampler read the requests'
-   parameters behind its first launch, which is one too.
+   Attention reads so lengths, positions, block tables and the order of a large batch, which the preparation of the
+   step and the start of its forward pass write, and that of decodes the cached context, of which the step before wrote
+   the last token.  The gate in between is the lookup of embeddings.  The second launches of the sampler read the
+   requests' parameters behind its first launch, which is one too.
 3. Before the wait nothing is written.  More than two kernels can be in flight (n + 1 starts n + 2 as soon as all
    its programs run, though n has not ended), so a store before the wait could hit a buffer that an older kernel
    still reads; after it, no older kernel runs.  The same makes one workspace enough for all products of a stream.
    One launch writes before its wait all the same: `state.mailbox.peek_step` starts behind the gate of its step, what
    it overwrites was read in front of that, and what it writes is read in the next step.
 
-In a step these kernels (inputs, lookup, products, norms, activation, rotation, KV write, fused attention, sampling,
-commit) have others around them (the upload, library products, copies), on one stream.  Both mix freely:
+In a step these kernels (inputs, lookup, products, norms, activation, rotation, KV write, fused and mixed attention,
+sampling, commit) have others around them (the upload, library products, copies), on one stream.  Both mix freely:
 
 - a kernel launched without the attribute starts when its predecessor has ended, hence, by rule 1, when all before that
   have: it is never overtaken by one of these, which write nothing before their wait, and overtakes none;

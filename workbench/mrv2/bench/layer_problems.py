@@ -17,6 +17,7 @@ from mrv2_kernels.attention.fused_decode import fused_decode_attention, fused_de
 from mrv2_kernels.attention.kv_write import write_kv
 from mrv2_kernels.attention.paged import paged_attention, paged_attention_torch
 from mrv2_kernels.attention.plan import DecodePlan
+from mrv2_kernels.gemm.pdl import has_pdl
 from mrv2_kernels.layers import qk_norm_rope, rotary_embedding
 
 BLOCK_SIZE = 16
@@ -253,6 +254,7 @@ class PrefillProblem:
             scale=self.scale,
             max_query_len=self.query_len,
             shape=shape,
+            pdl=has_pdl(q),
         )
 
 
