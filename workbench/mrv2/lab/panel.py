@@ -41,10 +41,10 @@ def panel_class() -> type[Any]:
     Raises:
         TraceError: ipywidgets or anywidget is not installed.
     """
-    anywidget, traitlets = viz_widgets.modules()
+    _, traitlets = viz_widgets.modules()
     parts = [(_ASSETS / name).read_text(encoding="utf-8") for name in ("charts.js", "details.js", "panel.js")]
 
-    class PanelWidget(anywidget.AnyWidget):
+    class PanelWidget(viz_widgets.widget_class()):
         _esm = "\n".join([payload.assets("format.js", "theme.js"), *parts, "export default { render: renderPanel };"])
         _css = (_ASSETS / "panel.css").read_text(encoding="utf-8")
         # what never changes: knobs, presets, packs, metrics, themes

@@ -11,6 +11,25 @@ from mrv2.viz import payload
 
 
 @cache
+def widget_class() -> type[Any]:
+    """Return the class that all widgets here are made from: one that hears every page.
+
+    Raises:
+        TraceError: ipywidgets or anywidget is not installed.
+    """
+    anywidget, _ = modules()
+
+    class Widget(anywidget.AnyWidget):
+        def open(self) -> None:
+            super().open()
+            # ipykernel 7.4 hands what a page says to the subshell that was served when the widget spoke last, and drops
+            # it if that one went with an earlier page; without this route it goes to the one that the page names
+            self.comm._reply_subshell_for = None
+
+    return Widget
+
+
+@cache
 def timeline_class() -> type[Any]:
     """Return the class of the timeline widget.
 
@@ -20,9 +39,9 @@ def timeline_class() -> type[Any]:
     Raises:
         TraceError: ipywidgets or anywidget is not installed.
     """
-    anywidget, traitlets = modules()
+    _, traitlets = modules()
 
-    class TimelineWidget(anywidget.AnyWidget):
+    class TimelineWidget(widget_class()):
         _esm = (
             payload.assets("format.js", "theme.js", "traces.js", "timeline.js", "widget.js")
             + "\nexport default { render: renderTimeline };"
@@ -48,9 +67,9 @@ def table_class() -> type[Any]:
     Raises:
         TraceError: ipywidgets or anywidget is not installed.
     """
-    anywidget, traitlets = modules()
+    _, traitlets = modules()
 
-    class TableWidget(anywidget.AnyWidget):
+    class TableWidget(widget_class()):
         _esm = payload.assets("format.js", "table.js", "widget.js") + "\nexport default { render: renderTable };"
         _css = payload.assets("style.css")
         spec = traitlets.Dict().tag(sync=True)
