@@ -49,6 +49,8 @@ def test_overlap_gain() -> None:
     assert overlap_gain(1.0, 1.0) == 2.0
     assert overlap_gain(1.0, 3.0) == pytest.approx(4 / 3)
     assert overlap_gain(0.0, 0.0) is None
+    # a launch that goes on while the device works
+    assert overlap_gain(1.0, 3.0, 0.4) == pytest.approx(1.2)
 
 
 def test_comparisons_hold_all_other_knobs_equal() -> None:

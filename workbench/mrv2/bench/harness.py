@@ -127,6 +127,9 @@ class Comparison:
     expected: float | None = None
     # and what it brought in the recorded passes, of which h and d are: recording makes the host slower
     recorded: float | None = None
+    # (h + d - o) / max(h, d), where o is the time in which host and device of the sync run work side by side as
+    # it is (a launch returns when the device is at work already): what is left for async scheduling
+    attainable: float | None = None
 
 
 def compare(results: Sequence[VariantResult], axes: Axes) -> list[Comparison]:
@@ -140,20 +143,26 @@ def compare(results: Sequence[VariantResult], axes: Axes) -> list[Comparison]:
             twin = next((r for r in results if r.variant.setting == {**setting, knob: values[0]}), None)
             if twin is None:
                 continue
-            expected = recorded = None
+            expected = recorded = attainable = None
             if knob == "async_scheduling" and setting[knob] and twin.profile is not None:
-                expected = overlap_gain(twin.profile.host_ms, twin.profile.device_ms)
+                host_ms, device_ms, overlap = twin.profile.host_ms, twin.profile.device_ms, twin.profile.overlap
+                expected = overlap_gain(host_ms, device_ms)
+                attainable = overlap_gain(host_ms, device_ms, (overlap or 0.0) * device_ms)
                 if result.profile is not None:
                     recorded = twin.profile.step_ms / result.profile.step_ms
             reached = result.rate / twin.rate
-            found.append(Comparison(knob, twin.variant.label, result.variant.label, reached, expected, recorded))
+            labels = twin.variant.label, result.variant.label
+            found.append(Comparison(knob, *labels, reached, expected, recorded, attainable))
     return found
 
 
-def overlap_gain(host_ms: float, device_ms: float) -> float | None:
-    """Return (h + d) / max(h, d): how much faster a step gets when host and device work side by side."""
+def overlap_gain(host_ms: float, device_ms: float, overlapped_ms: float = 0.0) -> float | None:
+    """Return (h + d - o) / max(h, d): how much faster a step gets when host and device work side by side.
+
+    o = time in which they do so already.
+    """
     longer = max(host_ms, device_ms)
-    return (host_ms + device_ms) / longer if longer else None
+    return (host_ms + device_ms - overlapped_ms) / longer if longer else None
 
 
 def measure(
