@@ -9,6 +9,7 @@ header, and one kernel applies them.  Cost follows the number of changes, not of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -20,11 +21,18 @@ _NO_RUNS = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32), np.zeros(0,
 _WORDS = {torch.int32: 1, torch.float32: 1, torch.int64: 2}
 
 
+@lru_cache(maxsize=1024)
+def _bits_of(value: float) -> int:
+    """Return a float32 as the int32 of the same bits; requests rarely have parameters of their own."""
+    return int(np.float32(value).view(np.int32))
+
+
 class DeviceArena:
     """Named sections of one device buffer, and the runs staged for them."""
 
     def __init__(self, device: Device, sections: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         ordered = sorted(sections.items(), key=lambda item: -_WORDS[item[1][1]])
+        self._dtypes = {name: dtype for name, (_, dtype) in sections.items()}
         self._start: dict[str, int] = {}
         self._row_words: dict[str, int] = {}
         total = 0
@@ -44,6 +52,9 @@ class DeviceArena:
             self.views[name] = flat.view(dtype).view(shape)
         self._run_starts: list[int] = []
         self._run_contents: list[np.ndarray] = []
+        # scalars of one word each: a request has ten, and an array for each of them took most of its admission
+        self._scalar_starts: list[int] = []
+        self._scalar_words: list[int] = []
         # runs of one word each, staged together: their starts and their contents
         self._words: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -57,15 +68,13 @@ class DeviceArena:
 
     def stage_scalar(self, name: str, row: int, value: int | float) -> None:
         """Stage one element of a one-dimensional section, in the section's own dtype."""
-        dtype = self.views[name].dtype
-        if dtype == torch.int32:
-            words = np.array([value], dtype=np.int32)
-        elif dtype == torch.float32:
-            words = np.array([value], dtype=np.float32).view(np.int32)
-        else:
-            words = np.array([int(value) & (2**64 - 1)], dtype=np.uint64).view(np.int32)
-        self._run_starts.append(self._start[name] + row * self._row_words[name])
-        self._run_contents.append(words)
+        start, dtype = self._start[name] + row * self._row_words[name], self._dtypes[name]
+        if dtype == torch.int64:
+            self._run_starts.append(start)
+            self._run_contents.append(np.array([int(value) & (2**64 - 1)], dtype=np.uint64).view(np.int32))
+            return
+        self._scalar_starts.append(start)
+        self._scalar_words.append(_bits_of(value) if dtype == torch.float32 else int(value))
 
     def stage_words(
         self,
@@ -89,6 +98,10 @@ class DeviceArena:
         if not self.has_runs:
             return _NO_RUNS
         starts, contents = [at for at, _ in self._words], [values for _, values in self._words]
+        if self._scalar_starts:
+            starts.append(np.array(self._scalar_starts, dtype=np.int32))
+            contents.append(np.array(self._scalar_words, dtype=np.int32))
+            self._scalar_starts, self._scalar_words = [], []
         if not self._run_starts:
             self._words = []
             flat = np.concatenate(contents)
@@ -106,4 +119,4 @@ class DeviceArena:
 
     @property
     def has_runs(self) -> bool:
-        return bool(self._run_starts or self._words)
+        return bool(self._run_starts or self._words or self._scalar_starts)
