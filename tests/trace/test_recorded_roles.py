@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mrv2.commands.trace_report import headline
 from mrv2.instrument import stages
 from mrv2.trace import Trace, load
 from mrv2.trace.analysis import Analysis
@@ -169,6 +170,21 @@ def test_the_statements_about_speculation_can_fail(tmp_path: Path, schema: str, 
 @of_role("steady", granularity="graph")
 def test_the_gpu_hardly_idles_between_steps_and_the_host_waits_for_the_output_alone(entry: dict[str, Any]) -> None:
     check_steady(recording(entry))
+
+
+def test_the_readme_shows_the_steady_recordings() -> None:
+    """What `mrv2 trace stats` says of each, warm-up included in the median step."""
+    found = [headline(Analysis(loaded(f"h200/v2_async_step_{name}.graph.sqlite.gz"))) for name in "abcdef"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("* `steady`")[1]
+    medians, idle = (
+        text.split(f"| {line} | ")[1].split("\n")[0] for line in ("median step, us", "GPU idle between graphs")
+    )
+    assert medians == " | ".join(f"{each['step_median_ns'] / 1e3:,.0f}" for each in found) + " |"
+    assert idle == " | ".join(f"{each['idle_between_graphs']:.2%}".replace("%", " %") for each in found) + " |"
+    # and the front page
+    front = (ROOT.parent / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    for name, each in zip("abcdef", found, strict=True):
+        assert f"{each['idle_between_graphs']:.2%} at {name}".replace("%", " %") in front, name
 
 
 def test_the_statements_about_steady_decode_can_fail(tmp_path: Path) -> None:
