@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mrv2_kernels.attention import mixed_plan
 from mrv2_kernels.attention.decode import decode_num_splits, paged_attention_decode
 from mrv2_kernels.attention.paged import paged_attention
 from paged_cases import UNTOUCHED, PagedCase, paged_case
@@ -67,6 +68,22 @@ def test_programs_share_the_contexts_of_a_mixed_batch(
     _check(outs[0], case)
     assert (outs[0][len(case.expected) :] == UNTOUCHED).all()
     assert all(torch.equal(out, outs[0]) for out in outs), "the order of the sum is that of the shares"
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_splits", [2, 8])
+def test_a_program_goes_on_while_there_is_work(
+    shape: tuple[int, int, int], dtype: torch.dtype, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of programs gives the same bits: an item begins in memory that the one before has done with."""
+    case = _case([1] * 70 + [0, 64, 5, 130], [300] * 70 + [0, 2048, 3000, 900], shape, dtype=dtype, padding=3)
+    outs = []
+    for most in (1, 264, mixed_plan._MAX_PROGRAMS, 1 << 20):
+        monkeypatch.setattr(mixed_plan, "_MAX_PROGRAMS", most)
+        outs += [case.attend(paged_attention, num_splits=num_splits) for _ in range(5)]
+    _check(outs[0], case)
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
