@@ -30,7 +30,7 @@ class PanelView {
     this.events = {
       status: () => this.drawStatus(), knobs: () => this.drawKnobs(), metrics: () => this.drawMetrics(), streams: () => this.drawStreams(),
       window: () => this.drawWindow(), detail: () => this.drawDetail(), timeline: () => this.attachTimeline(),
-      beat: () => { this.lastBeat = performance.now(); this.setStale(false); },
+      beat: () => { this.lastBeat = performance.now(); this.setStale(false); this.attachTimeline(); },
     };
     this.handlers = Object.entries(this.events).map(([name, act]) => [`change:${name}`, act]);
     this.handlers.forEach(([name, act]) => model.on(name, act));
@@ -343,7 +343,7 @@ class PanelView {
       this.timelineView = view;
       this.timelinePlace.replaceChildren(view.el);
     } catch (error) {
-      // a page that was reloaded may hear of the panel before it hears of the timeline: the next window tries again
+      // a page that was reloaded may hear of the panel before it hears of the timeline: the next beat tries again
       if (this.timelineId === id) this.timelineId = null;
       this.timelinePlace.textContent = `the timeline cannot be shown here: ${error.message || error}`;
     }
@@ -352,7 +352,6 @@ class PanelView {
   drawWindow() {
     const window = this.model.get("window");
     if (!window.number) return;
-    this.attachTimeline();
     const percent = (share) => (share == null ? "n/a" : `${(100 * share).toFixed(0)} %`);
     this.windowNote.textContent = `Steps ${window.first} to ${window.first + window.steps - 1}: ${percent(window.overlap)} of the host's work overlapped with the device, device idle ${percent(window.idle)}.`;
     this.root.dataset.window = window.number;
