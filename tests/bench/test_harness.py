@@ -66,7 +66,8 @@ def test_comparisons_hold_all_other_knobs_equal() -> None:
     assert found["async_scheduling", "v2 async"].expected is None
 
 
-def test_overlap_is_judged_by_passes_that_were_recorded_alike() -> None:
+@pytest.mark.parametrize("overlap, attainable", [(None, None), (0.0, 1.3), (0.1, 1.2)])
+def test_overlap_is_judged_by_passes_that_were_recorded_alike(overlap: float | None, attainable: float | None) -> None:
     """A recorder makes the host slower, so its h promises more than runs without it can show."""
     variants, _ = make_variants(Knobs(), {"async_scheduling": (False, True)})
     rates, steps = {"v2 sync": 10.0, "v2 async": 12.0}, {"v2 sync": 1.4, "v2 async": 1.0}
@@ -74,12 +75,14 @@ def test_overlap_is_judged_by_passes_that_were_recorded_alike() -> None:
         VariantResult(
             variant,
             [served(rates[variant.label])],
-            StepProfile(64, steps[variant.label], 0.3, 1.0, None, None, {}, {}, {}, 0),
+            StepProfile(64, steps[variant.label], 0.3, 1.0, overlap, None, {}, {}, {}, 0),
         )
         for variant in variants
     ]
     (found,) = compare(results, {"async_scheduling": (False, True)})
     assert (found.reached, found.expected, found.recorded) == pytest.approx((1.2, 1.3, 1.4))
+    # without a device stage nothing is known of what overlaps already
+    assert found.attainable == (attainable and pytest.approx(attainable))
 
 
 def test_median_and_digest() -> None:

@@ -40,17 +40,16 @@ def left_of(settings: dict[str, dict[str, Any]]) -> float:
     return (host + gpu - waiting["overlap"] * gpu) / max(host, gpu)
 
 
-def ratios_of(settings: dict[str, dict[str, Any]]) -> list[str]:
+def ratios_of(settings: dict[str, dict[str, Any]]) -> tuple[float, float, float]:
     """Return what async scheduling brought V2, timed and recorded, and (h + d) / max(h, d)."""
     rate = {label: variant["tok_s_median"] for label, variant in settings.items()}
     waiting, ahead = (settings[label]["profile"] for label in ("v2 sync", "v2 async"))
     host, gpu = waiting["host_ms"], waiting["device_ms"]
-    ratios = (
+    return (
         rate["v2 async"] / rate["v2 sync"],
         waiting["step_ms"] / ahead["step_ms"],
         (host + gpu) / max(host, gpu),
     )
-    return [f"{ratio:.2f}" for ratio in ratios]
 
 
 def test_rates_shares_and_ratios_are_those_of_the_records() -> None:
@@ -67,7 +66,7 @@ def test_rates_shares_and_ratios_are_those_of_the_records() -> None:
         rate = {label: variant["tok_s_median"] for label, variant in settings.items()}
         assert cells[:4] == [f"{rate[label]:,.0f}" for label in ("v1 sync", "v1 async", "v2 sync", "v2 async")]
         assert cells[4] == f"{best['roofline_share']:.0%}".replace("%", " %")
-        assert cells[5:9] == [f"{rate['v2 async'] / rate['v1 async']:.2f}", *ratios_of(settings)]
+        assert cells[5:9] == [f"{rate['v2 async'] / rate['v1 async']:.2f}", *map("{:.2f}".format, ratios_of(settings))]
 
 
 def test_what_spinning_brings_is_that_of_the_record() -> None:
@@ -76,7 +75,7 @@ def test_what_spinning_brings_is_that_of_the_record() -> None:
     assert rows.keys() == four.keys()
     for name, cells in rows.items():
         rates = [f"{four[name][label]['tok_s_median']:,.0f}" for label in ("v2 sync", "v2 async")]
-        assert cells == [*rates, *ratios_of(four[name]), f"{left_of(four[name]):.2f}"]
+        assert cells == [*rates, *map("{:.2f}".format, (*ratios_of(four[name]), left_of(four[name])))]
         for variant in four[name].values():
             assert variant["knobs"]["output_wait"] == "spin" and len(variant["tok_s"]) == 3
     overlaps = [
@@ -93,7 +92,8 @@ def test_async_scheduling_brings_what_a_synchronous_step_leaves() -> None:
         for workload, settings in variants(name).items():
             timed, recorded, _ = ratios_of(settings)
             left = left_of(settings)
-            assert float(timed) / left > 0.94 and float(recorded) / left > (0.96 if workload == "f" else 1.0), workload
+            assert timed / left >= (0.95 if workload == "f" else 0.97 if workload == "e" else 1.0), workload
+            assert recorded / left >= (0.96 if workload == "f" else 1.0), workload
 
 
 def test_every_setting_gave_the_same_tokens() -> None:
@@ -114,8 +114,10 @@ def test_drawn_tokens_are_those_of_the_record() -> None:
     (text,) = re.findall(r"^Drawn tokens .*?\n\n", MEASURED, re.MULTILINE | re.DOTALL)
     for name in ("d-t1", "f-t1", "d-k50", "f-k50"):
         assert f"`{name}`" in text and f"{ours[name]:,.0f}" in text
-    below = [f"{100 * (1 - ours[f'{name}-t1'] / ours[name]):.1f}" for name in "df"]
-    assert f"{below[0]} and {below[1]} % below greedy" in text
+    more = [100 * (ours[f"{name}-t1"] / ours[name] - 1) for name in "df"]
+    words = [f"{abs(share):.1f} % {'more' if share > 0 else 'less'}" for share in more]
+    assert f"{words[0]} and {words[1]} than greedy" in text
+    assert min(more) > -5
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 So many programs share a context that full blocks of a prompt's queries, of which there are no more than tokens allow,
 fill the device.  As many programs as there could be shares would be too many, for one that has nothing to do still
 takes its turn: 5 us at 64 rows.  So a launch has no more than _MAX_PROGRAMS, which go on to the next item where there
-are more.  Before, requests owned programs of their own, padding too, shares of long contexts
-started behind all decodes, and the launch waited for the end of the one before it.
+are more.  Before, requests owned programs of their own, padding too, shares of long contexts started behind all
+decodes, and the launch waited for the end of the one before it.
 
 Measured on an H200 by a script (traces/bench/h200-attention-shares.json), one layer of Qwen3-0.6B for a chunk of a
 prompt and 32 decodes of 300 tokens with the KV write in front, microseconds by how many may share a context, and of
@@ -12,7 +12,7 @@ what chose that before:
 
     chunk   context    rows   before      1     2     4     8
        64       512      64       25     24           25    25
-       64     2,048      64       40     40    31    28    28
+       64     2,048      64       40     40    31    31    28
        64     2,048     512      126                 31    31
        64     8,192      64       60    118           57    41
       256     2,048      64       47     49    33    34    40

@@ -159,13 +159,13 @@ def _attend_item(
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
     seq_len = tl.load(seq_lens_ptr + request)
-    # a request's last queries see the most keys: they start first
     num_shares = 1
     split = 0
     if NUM_SPLITS > 1:
         share, num_shares = _shares_of(query_len, seq_len, BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_SHARE)
         split = item % num_shares
         item = item // num_shares
+    # a request's last queries see the most keys: they start first
     block = tl.cdiv(query_len, BLOCK_Q) - 1 - item
     first_query = block * BLOCK_Q
     first_position = seq_len - query_len + first_query

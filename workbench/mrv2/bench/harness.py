@@ -128,7 +128,8 @@ class Comparison:
     # and what it brought in the recorded passes, of which h and d are: recording makes the host slower
     recorded: float | None = None
     # (h + d - o) / max(h, d), where o is the time in which host and device of the sync run work side by side as
-    # it is (a launch returns when the device is at work already): what is left for async scheduling
+    # it is (a launch returns when the device is at work already): what is left for async scheduling; None where no
+    # device stage was recorded
     attainable: float | None = None
 
 
@@ -147,7 +148,8 @@ def compare(results: Sequence[VariantResult], axes: Axes) -> list[Comparison]:
             if knob == "async_scheduling" and setting[knob] and twin.profile is not None:
                 host_ms, device_ms, overlap = twin.profile.host_ms, twin.profile.device_ms, twin.profile.overlap
                 expected = overlap_gain(host_ms, device_ms)
-                attainable = overlap_gain(host_ms, device_ms, (overlap or 0.0) * device_ms)
+                if overlap is not None:
+                    attainable = overlap_gain(host_ms, device_ms, overlap * device_ms)
                 if result.profile is not None:
                     recorded = twin.profile.step_ms / result.profile.step_ms
             reached = result.rate / twin.rate

@@ -111,10 +111,10 @@ def _comparison(comparison: dict[str, Any]) -> str:
     if comparison["expected"] is None:
         return text
     text = f"{text}; (h + d) / max(h, d) of the sync run: {comparison['expected']:.2f}"
-    if comparison["recorded"] is None:
-        return text
-    recorded, attainable = comparison["recorded"], comparison["attainable"]
-    return f"{text}, less what overlaps in it already: {attainable:.2f}; in the recorded passes: {recorded:.2f} x"
+    if comparison["attainable"] is not None:
+        text = f"{text}, less what overlaps in it already: {comparison['attainable']:.2f}"
+    recorded = comparison["recorded"]
+    return text if recorded is None else f"{text}; in the recorded passes: {recorded:.2f} x"
 
 
 def _stages(variant: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ class DeviceArena:
             self.views[name] = flat.view(dtype).view(shape)
         self._run_starts: list[int] = []
         self._run_contents: list[np.ndarray] = []
-        # scalars of one word each: a request has ten, and an array for each of them took most of its admission
+        # scalars of one word each: a request has ten, and an array for each took a third of its admission
         self._scalar_starts: list[int] = []
         self._scalar_words: list[int] = []
         # runs of one word each, staged together: their starts and their contents
